@@ -1,0 +1,1 @@
+"""Programs built on shardjax: run one with `python -m experiments.NAME`."""
