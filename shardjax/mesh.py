@@ -245,8 +245,8 @@ def ensure_devices(shape: str | MeshShape) -> None:
       >>> ensure_devices("1x1")
     """
     mesh_shape = as_mesh_shape(shape)
-    # Which backend JAX picks is known only once it is up, and then it is too late to ask
-    # for CPU devices. So ask first: with an accelerator the request changes nothing.
+    # Which backend JAX picks is known only once it is up, too late to ask for CPU
+    # devices. So ask first: with an accelerator the request changes nothing.
     already = jax.config.jax_num_cpu_devices >= mesh_shape.size
     simulated = (
         mesh_shape.size > 1 and not already and _request_cpu_devices(mesh_shape.size)
