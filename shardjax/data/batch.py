@@ -114,18 +114,21 @@ class Batch:
     def take(self, index) -> "Batch":
         """Copies rows in the given order.
 
-              Args:
-                index: integer [n], which rows; a row may come more than once.
+        Args:
+          index: integer [n], which rows; a row may come more than once.
 
-              Returns:
-                A batch of n rows. Its `bad_lines` is 0: whoever regroups rows carries the
-                count along (`dataclasses.replace(batch, bad_lines=n)`).
+        Returns:
+          A batch of n rows. Its `bad_lines` is 0: whoever regroups rows carries the
+          count along (`dataclasses.replace(batch, bad_lines=n)`).
 
-        XX
-              Example:
-                >>> batch = Batch([0, 1, 2], np.zeros((3, 0)), np.zeros((0, 3), int))
-                >>> batch.take([2, 0]).labels
-                array([2., 0.], dtype=float32)
+        Raises:
+          TypeError: if `index` is not integer, [n].
+          IndexError: if a row is not in the batch.
+
+        Example:
+          >>> batch = Batch([0, 1, 2], np.zeros((3, 0)), np.zeros((0, 3), int))
+          >>> batch.take([2, 0]).labels
+          array([2., 0.], dtype=float32)
         """
         index = np.asarray(index)
         if index.size == 0:

@@ -105,8 +105,8 @@ def _arrow(values) -> pa.Array | pa.ChunkedArray:
         values = values.tolist()
     if isinstance(values, str | bytes):
         raise TypeError(
-            f"values to hash must be an array of strings, got one {type(values).__name__}."
-            " Put it in a list."
+            "values to hash must be an array of strings, got one"
+            f" {type(values).__name__}. Put it in a list."
         )
     try:
         array = pa.array(values, from_pandas=True)
