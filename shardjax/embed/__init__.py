@@ -1,0 +1,22 @@
+"""Embedding tables partitioned over a mesh. House dims of the shapes in docstrings:
+batch, examples (of one device), values (ids), rows (unique), slots, dim, devices."""
+
+from shardjax.embed.collection import (
+    EmbeddingCollection as EmbeddingCollection,
+    EmbeddingState as EmbeddingState,
+    SlabState as SlabState,
+)
+from shardjax.embed.exchange import Sequence as Sequence
+from shardjax.embed.index import Index as Index
+from shardjax.embed.jagged import Jagged as Jagged, as_keys as as_keys
+from shardjax.embed.optimizers import (
+    RowOptimizerError as RowOptimizerError,
+    rowwise_adagrad as rowwise_adagrad,
+)
+from shardjax.embed.plan import Plan as Plan, PlanError as PlanError
+from shardjax.embed.spec import (
+    FeatureSpec as FeatureSpec,
+    TableSpec as TableSpec,
+    uniform as uniform,
+    zeros as zeros,
+)

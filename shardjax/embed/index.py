@@ -1,0 +1,208 @@
+"""The key index: uint64 keys to int32 slots, open addressing with linear probing.
+
+One numpy array of 16-byte entries, four to a cache line::
+
+    table[i, 0] = key
+    table[i, 1] = slot << 32 | position       slot 2**32 - 1: the entry is empty
+
+``position`` belongs to the planner: the place of the key in the list of unique keys of
+the batch being planned. It is only believed when that list points back at the entry
+(a sparse set), so nothing has to be cleared between batches.
+
+Every 64-bit key is legal. The kernels release the GIL.
+"""
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+EMPTY = np.uint64(0xFFFFFFFF)
+NEW = np.uint64(0xFFFFFFFE)
+EMPTY_ENTRY = np.uint64(0xFFFFFFFF_00000000)
+MAX_LOAD = 0.6
+MIN_CAPACITY = 64
+
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+_1 = np.uint64(1)
+_BLOCK = 32
+
+
+@intrinsic
+def prefetch(typingctx, array, index):
+    """Asks the CPU to load ``array[index, 0]`` (2-D, C-contiguous) into its cache."""
+
+    def codegen(context, builder, signature, args):
+        array_type = signature.args[0]
+        struct = context.make_array(array_type)(context, builder, args[0])
+        stride = builder.extract_value(struct.strides, 0)
+        offset = builder.mul(builder.trunc(args[1], stride.type), stride)
+        base = builder.bitcast(struct.data, ir.IntType(8).as_pointer())
+        address = builder.gep(base, [offset])
+        i32 = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [address.type, i32, i32, i32])
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch", [address.type], fnty=kind
+        )
+        builder.call(function, [address, i32(1), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.uint64), codegen
+
+
+@numba.njit(inline="always")
+def mix64(key):
+    """The finalizer of splitmix64, a bijection of 64 bits (Steele et al. 2014)."""
+    key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return key ^ (key >> np.uint64(31))
+
+
+@numba.njit(nogil=True, cache=True)
+def _lookup(table, keys, slots):
+    mask = np.uint64(table.shape[0] - 1)
+    home = np.empty(_BLOCK, np.uint64)
+    for start in range(0, keys.shape[0], _BLOCK):
+        stop = min(start + _BLOCK, keys.shape[0])
+        for j in range(start, stop):
+            i = mix64(keys[j]) & mask
+            home[j - start] = i
+            prefetch(table, i)
+        for j in range(start, stop):
+            key = keys[j]
+            i = home[j - start]
+            while True:
+                slot = table[i, 1] >> _32
+                if slot == EMPTY:
+                    slots[j] = -1
+                    break
+                if table[i, 0] == key:
+                    slots[j] = np.int64(slot)
+                    break
+                i = (i + _1) & mask
+
+
+@numba.njit(nogil=True, cache=True)
+def _insert(table, keys, slots):
+    mask = np.uint64(table.shape[0] - 1)
+    home = np.empty(_BLOCK, np.uint64)
+    inserted = 0
+    for start in range(0, keys.shape[0], _BLOCK):
+        stop = min(start + _BLOCK, keys.shape[0])
+        for j in range(start, stop):
+            i = mix64(keys[j]) & mask
+            home[j - start] = i
+            prefetch(table, i)
+        for j in range(start, stop):
+            key = keys[j]
+            i = home[j - start]
+            while True:
+                if table[i, 1] >> _32 == EMPTY:
+                    inserted += 1
+                    break
+                if table[i, 0] == key:
+                    break
+                i = (i + _1) & mask
+            table[i, 0] = key
+            table[i, 1] = np.uint64(slots[j]) << _32
+    return inserted
+
+
+@numba.njit(nogil=True, cache=True)
+def rehash(old, new, keep_new):
+    """Copies the entries of `old` into the larger `new`; returns how many.
+
+    Entries whose slot is NEW are left behind unless `keep_new`.
+    """
+    mask = np.uint64(new.shape[0] - 1)
+    count = 0
+    for j in range(old.shape[0]):
+        slot = old[j, 1] >> _32
+        if slot == EMPTY or (slot == NEW and not keep_new):
+            continue
+        i = mix64(old[j, 0]) & mask
+        while new[i, 1] >> _32 != EMPTY:
+            i = (i + _1) & mask
+        new[i, 0] = old[j, 0]
+        new[i, 1] = old[j, 1]
+        count += 1
+    return count
+
+
+@numba.njit(nogil=True, cache=True)
+def find(table, key):
+    """The entry that holds `key`, or the number of entries if there is none."""
+    mask = np.uint64(table.shape[0] - 1)
+    i = mix64(key) & mask
+    while table[i, 1] >> _32 != EMPTY:
+        if table[i, 0] == key:
+            return np.int64(i)
+        i = (i + _1) & mask
+    return np.int64(table.shape[0])
+
+
+def empty_table(entries: int) -> np.ndarray:
+    """An index array of `entries` (a power of two) without a key, uint64 [entries, 2]."""
+    table = np.empty((entries, 2), np.uint64)
+    table[:, 1] = EMPTY_ENTRY
+    return table
+
+
+def entries_for(count: int) -> int:
+    """The power of two of entries that holds `count` keys at the permitted load."""
+    entries = MIN_CAPACITY
+    while entries * MAX_LOAD < count:
+        entries *= 2
+    return entries
+
+
+class Index:
+    """A growing map from uint64 keys to int32 slots.
+
+    Example:
+      >>> index = Index()
+      >>> index.insert(np.array([7, 2**64 - 1], np.uint64), np.array([0, 1]))
+      >>> index.lookup(np.array([2**64 - 1, 8], np.uint64))
+      array([ 1, -1], dtype=int32)
+    """
+
+    def __init__(self, expected: int = 0):
+        """Makes an empty index with room for `expected` keys."""
+        self.table = empty_table(entries_for(expected))
+        self.count = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def reserve(self, count: int, keep_new: bool = True) -> None:
+        """Grows the table so that `count` keys fit."""
+        entries = entries_for(count)
+        if entries > len(self.table):
+            table = empty_table(entries)
+            self.count = rehash(self.table, table, keep_new)
+            self.table = table
+
+    def discard_new(self) -> None:
+        """Forgets the entries that a planner marked NEW and never gave a slot."""
+        table = empty_table(len(self.table))
+        self.count = rehash(self.table, table, False)
+        self.table = table
+
+    def insert(self, keys: np.ndarray, slots: np.ndarray) -> None:
+        """Maps each of `keys`, uint64 [n], to its slot, int32 [n]; the last one wins."""
+        self.reserve(self.count + len(keys))
+        self.count += _insert(self.table, keys, np.asarray(slots, np.int32))
+
+    def lookup(self, keys: np.ndarray) -> np.ndarray:
+        """The slot of each of `keys`, uint64 [n], as int32 [n]; -1 for an absent key."""
+        slots = np.empty(len(keys), np.int32)
+        _lookup(self.table, keys, slots)
+        return slots
+
+    def items(self) -> tuple[np.ndarray, np.ndarray]:
+        """All keys, uint64 [count], and their slots, int32 [count], in table order."""
+        slots = self.table[:, 1] >> _32
+        used = slots != EMPTY
+        return self.table[used, 0], slots[used].astype(np.int32)

@@ -1,0 +1,397 @@
+"""Host kernels of the planner: keys to unique rows, and unique rows to their routes.
+
+``translate`` runs once per feature and step, over all requester devices, and is where
+the time goes: one index probe per key (prefetched in blocks) finds the row *and*
+whether the batch has met it before. ``route`` and the rest run over unique rows only.
+
+The threads of a planner take one table each: everything written here belongs to one
+table, slots are given out afterwards in a fixed order.
+"""
+
+import numba
+import numpy as np
+
+from shardjax.embed.index import EMPTY, NEW, find, mix64, prefetch
+
+# places of the counters that translate keeps, int64 [N_COUNTERS]
+COUNT = 0  # keys in the table's index
+UNIQUE = 1  # unique keys of this batch so far, over all requesters
+LIMIT = 2  # index entries that may be used before the index must grow
+CAPACITY = 3  # rows the table may have
+INSERTED = 4  # keys this batch brought
+UNSEEN = 5  # ids without a row (evaluation)
+REJECTED = 6  # ids refused because the table is full
+BAD = 7  # ids outside a fixed vocabulary
+FIRST_BAD = 8  # position of the first of them
+PADDING = 9  # ids equal to the feature's padding id
+FIRST_REJECTED = 10  # position of the first refused id
+N_COUNTERS = 11
+
+# what stands in `raw` for an id that reads no row
+NO_ROW = -1  # reads zeros, counts in a mean
+DROPPED = -2  # reads zeros, does not count in a mean
+
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+_1 = np.uint64(1)
+_BLOCK = 32
+
+
+@numba.njit(nogil=True, cache=True)
+def translate(
+    keys,
+    bounds,
+    start,
+    raw,
+    table,
+    counters,
+    unique_entry,
+    local_position,
+    local_unique,
+    local_count,
+    salt,
+    insert,
+    vocabulary,
+    bad_row,
+    padding_id,
+    has_padding,
+):
+    """Maps the keys of one feature to positions among each requester's unique keys.
+
+    Args:
+      keys: uint64 [n], the requesters' keys one after the other.
+      bounds: int64 [requesters + 1], where each requester's keys start.
+      start: first key to look at (to go on after the index has grown).
+      raw: int32 [n], out: position among the unique keys of (table, requester), or
+        NO_ROW, or DROPPED.
+      table: the index array. Its key is the raw key plus the table's salt.
+      counters: int64 [N_COUNTERS], in and out.
+      unique_entry: int32 [..], out: entry of each unique key of the batch.
+      local_position: int32 [.., requesters], out: its position per requester, or -1.
+      local_unique: int32 [requesters, ..], out: the unique keys of each requester.
+      local_count: int32 [requesters], in and out: how many those are.
+      salt: uint64 added to each key.
+      insert: whether an unknown key gets an entry (marked NEW).
+      vocabulary: ids must be below this, 0 for a dynamic vocabulary.
+      bad_row: what an id outside the vocabulary becomes, NO_ROW or DROPPED.
+      padding_id: the key that means "nothing here", where `has_padding`.
+
+    Returns:
+      n, or the key at which the index has to grow before going on.
+    """
+    mask = np.uint64(table.shape[0] - 1)
+    home = np.empty(_BLOCK, np.uint64)
+    requesters = bounds.shape[0] - 1
+    unique = counters[UNIQUE]
+    count = counters[COUNT]
+    for r in range(requesters):
+        first = max(start, bounds[r])
+        for block in range(first, bounds[r + 1], _BLOCK):
+            stop = min(block + _BLOCK, bounds[r + 1])
+            for j in range(block, stop):
+                i = mix64(keys[j] + salt) & mask
+                home[j - block] = i
+                prefetch(table, i)
+            for j in range(block, stop):
+                if has_padding and keys[j] == padding_id:
+                    raw[j] = DROPPED
+                    counters[PADDING] += 1
+                    continue
+                if vocabulary != np.uint64(0) and keys[j] >= vocabulary:
+                    if counters[BAD] == 0:
+                        counters[FIRST_BAD] = j
+                    counters[BAD] += 1
+                    raw[j] = bad_row
+                    continue
+                key = keys[j] + salt
+                i = home[j - block]
+                while True:
+                    entry = table[i, 1]
+                    if entry >> _32 == EMPTY or table[i, 0] == key:
+                        break
+                    i = (i + _1) & mask
+                position = np.int64(entry & _LOW)
+                if entry >> _32 == EMPTY:
+                    if not insert:
+                        counters[UNSEEN] += 1
+                        raw[j] = NO_ROW
+                        continue
+                    if count >= counters[CAPACITY]:
+                        if counters[REJECTED] == 0:
+                            counters[FIRST_REJECTED] = j
+                        counters[REJECTED] += 1
+                        raw[j] = NO_ROW
+                        continue
+                    if count >= counters[LIMIT]:
+                        counters[UNIQUE] = unique
+                        counters[COUNT] = count
+                        return j
+                    table[i, 0] = key
+                    entry = NEW << _32
+                    count += 1
+                    counters[INSERTED] += 1
+                    position = unique
+                    known = False
+                else:
+                    known = position < unique and unique_entry[position] == np.int64(i)
+                if not known:
+                    position = unique
+                    unique_entry[position] = np.int64(i)
+                    table[i, 1] = (entry & ~_LOW) | np.uint64(position)
+                    for q in range(requesters):
+                        local_position[position, q] = -1
+                    unique += 1
+                local = local_position[position, r]
+                if local < 0:
+                    local = local_count[r]
+                    local_position[position, r] = local
+                    local_unique[r, local] = position
+                    local_count[r] = local + 1
+                raw[j] = local
+    counters[UNIQUE] = unique
+    counters[COUNT] = count
+    return np.int64(keys.shape[0])
+
+
+@numba.njit(inline="always")
+def owner_of(salted_key, single_owner, devices):
+    """The device that owns a key: `single_owner`, or by its logical bucket where -1.
+
+    The high 16 bits of the key's hash number 2**16 buckets, of which a device owns a
+    contiguous range.
+    """
+    if single_owner >= 0:
+        return np.int32(single_owner)
+    bucket = mix64(salted_key) >> np.uint64(48)
+    return np.int32((bucket * np.uint64(devices)) >> np.uint64(16))
+
+
+@numba.njit(nogil=True, cache=True)
+def find_owners(salted_keys, single_owner, devices, owners):
+    """Writes the owner of each key, int32 [n]."""
+    for i in range(salted_keys.shape[0]):
+        owners[i] = owner_of(salted_keys[i], single_owner, devices)
+
+
+@numba.njit(nogil=True, cache=True)
+def assign(
+    table, unique_entry, unique, single_owner, devices, next_slot, slots, owners
+):
+    """Gives every unique key of one table its owner device, and new keys a slot.
+
+    Args:
+      table: the index array; entries marked NEW get the owner's next slot.
+      unique_entry: int32 [..]: entry of each unique key.
+      unique: how many of them.
+      single_owner: the one owner of the table's rows, or -1.
+      devices: number of owners.
+      next_slot: int32 [devices], in and out: the first slot never used.
+      slots: int32 [..], out: slot of each unique key on its owner; new ones as -1 - slot.
+      owners: int32 [..], out.
+
+    Returns:
+      The number of new keys.
+    """
+    new = 0
+    for g in range(unique):
+        i = unique_entry[g]
+        entry = table[i, 1]
+        owner = owner_of(table[i, 0], single_owner, devices)
+        owners[g] = owner
+        if entry >> _32 == NEW:
+            slot = next_slot[owner]
+            next_slot[owner] = slot + 1
+            table[i, 1] = np.uint64(slot) << _32 | (entry & _LOW)
+            slots[g] = -1 - slot
+            new += 1
+        else:
+            slots[g] = np.int32(entry >> _32)
+    return new
+
+
+@numba.njit(nogil=True, cache=True)
+def list_owned(slots, owners, unique, own_count, own_slots, own_position):
+    """Appends one table's unique rows to the lists of the rows each owner updates.
+
+    Args:
+      slots: int32 [..]: slot of each unique key; new ones as -1 - slot.
+      owners: int32 [..]: owner of each unique key.
+      own_count: int32 [devices], in and out: length of each owner's list.
+      own_slots: int32 [devices, ..], out: the lists.
+      own_position: int32 [..], out: where each unique key is in its owner's list.
+    """
+    for g in range(unique):
+        owner = owners[g]
+        m = own_count[owner]
+        slot = slots[g]
+        own_slots[owner, m] = slot if slot >= 0 else -1 - slot
+        own_position[g] = m
+        own_count[owner] = m + 1
+
+
+@numba.njit(nogil=True, cache=True)
+def route(local_unique, count, owners, send_count, place):
+    """Places one (table, requester)'s unique keys in what its owners send.
+
+    Args:
+      local_unique: int32 [..]: the requester's unique keys of the table.
+      count: how many.
+      owners: int32 [..]: owner of each unique key of the table.
+      send_count: int32 [devices], in and out: rows each owner sends this requester.
+      place: int32 [count], out: position within what the owner sends.
+    """
+    for u in range(count):
+        owner = owners[local_unique[u]]
+        place[u] = send_count[owner]
+        send_count[owner] += 1
+
+
+@numba.njit(nogil=True, cache=True)
+def fill_routes(
+    local_unique, count, owners, own_position, place, capacity, merge, where
+):
+    """Writes the send lists of the owners and where the requester finds each row.
+
+    Args:
+      capacity: rows per (owner, requester), padding included.
+      merge: int32 [owners, capacity], out: position in the owner's list of rows.
+      where: int32 [count], out: position among the rows the requester receives.
+    """
+    for u in range(count):
+        g = local_unique[u]
+        owner = owners[g]
+        merge[owner, place[u]] = own_position[g]
+        where[u] = owner * capacity + place[u]
+
+
+@numba.njit(nogil=True, cache=True)
+def scatter_column(raw, bounds, base, where, missing, column, per_example, out):
+    """Writes one fixed feature's column of the inverse index of every requester.
+
+    Args:
+      raw: int32 [n] of `translate`, examples of all requesters in order.
+      bounds: int64 [requesters + 1]: where each requester's examples start.
+      base: int32 [requesters]: where the table's unique keys start in `where`.
+      where: int32 [requesters, ..]: position of each unique key's row.
+      missing: the position that reads zeros.
+      column: the feature's column.
+      per_example: number of columns.
+      out: int32 [requesters, examples * per_example].
+    """
+    for r in range(bounds.shape[0] - 1):
+        first = base[r]
+        at = column
+        for j in range(bounds[r], bounds[r + 1]):
+            u = raw[j]
+            out[r, at] = where[r, first + u] if u >= 0 else missing
+            at += per_example
+
+
+@numba.njit(nogil=True, cache=True)
+def scatter_values(
+    raw, lengths, bounds, example_bounds, base, where, missing, segment_base,
+    used, inverse, segments, weights, out_weights, has_weights,
+):  # fmt: skip
+    """Writes one jagged, pooled feature's ids and bags for every requester.
+
+    Dropped ids (padding) take no entry.
+
+    Args:
+      raw: int32 [n] of `translate`.
+      lengths: int32 [batch]: ids per example.
+      bounds: int64 [requesters + 1]: where each requester's ids start.
+      example_bounds: int64 [requesters + 1]: where its examples start.
+      segment_base: number of the feature's first bag within a requester.
+      used: int64 [requesters], in and out: entries already written.
+      inverse: int32 [requesters, ..], out: position of each id's row.
+      segments: int32 [requesters, ..], out: bag of each id.
+      weights: float32 [n], copied to `out_weights` where `has_weights`, else ones are.
+      out_weights: float32 [requesters, ..], out; may have no columns: nothing written.
+    """
+    weighted = out_weights.shape[1] > 0
+    for r in range(bounds.shape[0] - 1):
+        k = bounds[r]
+        at = used[r]
+        first = base[r]
+        for e in range(example_bounds[r], example_bounds[r + 1]):
+            bag = np.int32(segment_base + e - example_bounds[r])
+            for _ in range(lengths[e]):
+                u = raw[k]
+                if u != DROPPED:
+                    inverse[r, at] = where[r, first + u] if u >= 0 else missing
+                    segments[r, at] = bag
+                    if weighted:
+                        out_weights[r, at] = weights[k] if has_weights else 1.0
+                    at += 1
+                k += 1
+        used[r] = at
+
+
+@numba.njit(nogil=True, cache=True)
+def scatter_sequence(
+    raw, lengths, bounds, example_bounds, base, where, missing, masked, length, out
+):
+    """Writes one sequence feature: positions, padded to `length` per example.
+
+    Args:
+      masked: what stands for "no id here" (the mask is false there).
+      out: int32 [requesters, examples * length], out.
+    """
+    for r in range(bounds.shape[0] - 1):
+        k = bounds[r]
+        first = base[r]
+        for e in range(example_bounds[r], example_bounds[r + 1]):
+            at = (e - example_bounds[r]) * length
+            end = at + length
+            for _ in range(lengths[e]):
+                u = raw[k]
+                if u != DROPPED:
+                    out[r, at] = where[r, first + u] if u >= 0 else missing
+                    at += 1
+                k += 1
+            out[r, at:end] = masked
+        out[r, (example_bounds[r + 1] - example_bounds[r]) * length :] = masked
+
+
+@numba.njit(nogil=True, cache=True)
+def truncate(values, lengths, limit, keep_last, out, out_lengths):
+    """Keeps the first (or last) `limit` values of every example; returns how many."""
+    k = 0
+    at = 0
+    for e in range(lengths.shape[0]):
+        n = lengths[e]
+        keep = min(n, limit)
+        skip = n - keep if keep_last else 0
+        for j in range(keep):
+            out[at + j] = values[k + skip + j]
+        out_lengths[e] = keep
+        at += keep
+        k += n
+    return at
+
+
+@numba.njit(nogil=True, cache=True)
+def list_new(table, unique_entry, slots, owners, unique, seed, used, fill_slots, words):
+    """Appends one table's new rows to the fill lists of their owners.
+
+    Args:
+      seed: uint64 mixed into each row's random bits.
+      used: int64 [devices], in and out: rows already listed.
+      fill_slots: int32 [devices, ..], out.
+      words: uint64 [devices, ..], out: 64 random bits per row, a function of
+        (seed, table, key) alone.
+    """
+    for g in range(unique):
+        if slots[g] < 0:
+            owner = owners[g]
+            at = used[owner]
+            fill_slots[owner, at] = -1 - slots[g]
+            words[owner, at] = mix64(mix64(table[unique_entry[g], 0]) ^ seed)
+            used[owner] = at + 1
+
+
+@numba.njit(nogil=True, cache=True)
+def relink(before, after, unique_entry, unique):
+    """Points the batch's unique keys at their entries in the index that has grown."""
+    for g in range(unique):
+        unique_entry[g] = find(after, before[unique_entry[g], 0])
