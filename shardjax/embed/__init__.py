@@ -6,7 +6,11 @@ from shardjax.embed.collection import (
     EmbeddingState as EmbeddingState,
     SlabState as SlabState,
 )
-from shardjax.embed.exchange import Sequence as Sequence
+from shardjax.embed.exchange import (
+    Sequence as Sequence,
+    sequence_masks as sequence_masks,
+    split_features as split_features,
+)
 from shardjax.embed.index import Index as Index
 from shardjax.embed.jagged import Jagged as Jagged, as_keys as as_keys
 from shardjax.embed.optimizers import (

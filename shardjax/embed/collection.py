@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardjax.embed.exchange import Sequence, embed_group, gather_rows, scatter_rows
+from shardjax.embed.exchange import embed_group, gather_rows, scatter_rows
 from shardjax.embed.groups import Group, plan_groups
 from shardjax.embed.jagged import Jagged
 from shardjax.embed.layout import Layout
@@ -181,7 +181,7 @@ class EmbeddingCollection:
     def _grow(self, g: int, slab: SlabState, slots: int) -> SlabState:
         spec = self.state_spec()[g]
 
-        @partial(jax.jit, donate_argnums=0)
+        @jax.jit  # a longer array cannot reuse the old one's memory: nothing to donate
         @partial(jax.shard_map, mesh=self.mesh, in_specs=(spec,), out_specs=spec)
         def grow(slab):
             def longer(x):
@@ -228,8 +228,8 @@ class EmbeddingCollection:
         rows: tuple[jax.Array, ...],
         arrays: dict[str, jax.Array],
         layout: Layout,
-    ) -> dict[str, jax.Array | Sequence]:
-        """Rows to vectors, by feature; inside shard_map, differentiable in `rows`.
+    ) -> dict[str, jax.Array]:
+        """Rows to blocks of vectors; inside shard_map, differentiable in `rows`.
 
         Args:
           rows: of `gather_rows`.
@@ -237,12 +237,13 @@ class EmbeddingCollection:
           layout: of the plan.
 
         Returns:
-          By feature, in the order of the collection: [examples, dim], or `Sequence`.
+          Blocks with the examples first: differentiate with respect to them, and give
+          them to `shardjax.embed.split_features` for vectors by feature.
         """
-        out: dict[str, jax.Array | Sequence] = {}
+        blocks: dict[str, jax.Array] = {}
         for group, r in zip(layout.groups, rows, strict=True):
-            out.update(embed_group(group, layout, r, arrays, self.axes))
-        return {name: out[name] for name in self.features}
+            blocks.update(embed_group(group, layout, r, arrays, self.axes))
+        return blocks
 
     def update_rows(
         self,

@@ -134,8 +134,8 @@ def embed_group(
     rows: jax.Array,
     arrays: dict[str, jax.Array],
     axes: tuple[str, ...],
-) -> dict[str, jax.Array | Sequence]:
-    """The vectors of one group's features; differentiable in `rows`.
+) -> dict[str, jax.Array]:
+    """The vectors of one group's features, in blocks; differentiable in `rows`.
 
     Args:
       group: the group's static half of the plan.
@@ -145,32 +145,59 @@ def embed_group(
       axes: the mesh axes of the devices.
 
     Returns:
-      By feature name: [examples, dim], or a `Sequence` of length `length`.
+      `<group>/fixed` [examples, features, dim], `<group>/pooled` likewise, and
+      `<group>/sequence/<feature>` [examples, length, dim], as far as the group has them.
     """
-
-    def field(name):
-        return arrays[f"{group.name}/{name}"]
-
     dim = rows.shape[-1]
+    name = group.name
     if group.send:
-        rows = receive(rows, field("merge"), axes)
-    out: dict[str, jax.Array | Sequence] = {}
+        rows = receive(rows, arrays[f"{name}/merge"], axes)
+    blocks = {}
     if group.fixed:
-        vectors = take_rows(rows, field("fixed"))
-        columns = vectors.reshape(layout.examples, len(group.fixed), dim)
-        out.update(zip(group.fixed, _columns(columns), strict=True))
+        vectors = take_rows(rows, arrays[f"{name}/fixed"])
+        shape = (layout.examples, len(group.fixed), dim)
+        blocks[f"{name}/fixed"] = vectors.reshape(shape)
     if group.pooled:
         pooled = pool(
-            take_rows(rows, field("values")),
-            field("segments"),
-            field("weights") if group.weighted else None,
+            take_rows(rows, arrays[f"{name}/values"]),
+            arrays[f"{name}/segments"],
+            arrays[f"{name}/weights"] if group.weighted else None,
             tuple(c for _, c in group.pooled),
             layout.examples,
         )
-        for i, (name, _) in enumerate(group.pooled):
-            out[name] = pooled[i]
+        blocks[f"{name}/pooled"] = pooled.transpose(1, 0, 2)
     for s in group.sequences:
-        index = field(f"sequence/{s.name}").reshape(layout.examples, s.length)
+        index = arrays[f"{name}/sequence/{s.name}"]
+        shape = (layout.examples, s.length, dim)
+        blocks[f"{name}/sequence/{s.name}"] = take_rows(rows, index).reshape(shape)
+    return blocks
+
+
+def sequence_masks(
+    layout: Layout, arrays: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Per feature with combiner `none`, where it has ids: bool [examples, length]."""
+    masks = {}
+    for group in layout.groups:
         masked = group.received(layout.devices) + 1
-        out[s.name] = Sequence(take_rows(rows, index), index != masked)
+        for s in group.sequences:
+            index = arrays[f"{group.name}/sequence/{s.name}"]
+            masks[s.name] = index.reshape(layout.examples, s.length) != masked
+    return masks
+
+
+def split_features(
+    layout: Layout, blocks: dict[str, jax.Array], masks: dict[str, jax.Array]
+) -> dict[str, jax.Array | Sequence]:
+    """Blocks of vectors to vectors by feature, for any part of the examples."""
+    out: dict[str, jax.Array | Sequence] = {}
+    for group in layout.groups:
+        name = group.name
+        if group.fixed:
+            out.update(zip(group.fixed, _columns(blocks[f"{name}/fixed"]), strict=True))
+        if group.pooled:
+            columns = _columns(blocks[f"{name}/pooled"])
+            out.update(zip((f for f, _ in group.pooled), columns, strict=True))
+        for s in group.sequences:
+            out[s.name] = Sequence(blocks[f"{name}/sequence/{s.name}"], masks[s.name])
     return out

@@ -201,6 +201,23 @@ class Index:
         _lookup(self.table, keys, slots)
         return slots
 
+    def number(self, keys: np.ndarray) -> np.ndarray:
+        """Numbers keys, uint64 [n], in the order in which they are first seen.
+
+        Example:
+          >>> index = Index()
+          >>> index.number(np.array([9, 7, 9], np.uint64))
+          array([0, 1, 0], dtype=int32)
+        """
+        numbers = self.lookup(keys)
+        if (numbers < 0).any():
+            new, first = np.unique(keys[numbers < 0], return_index=True)
+            order = np.argsort(first)
+            slots = np.arange(self.count, self.count + len(new), dtype=np.int32)
+            self.insert(new[order], slots)
+            numbers = self.lookup(keys)
+        return numbers
+
     def items(self) -> tuple[np.ndarray, np.ndarray]:
         """All keys, uint64 [count], and their slots, int32 [count], in table order."""
         slots = self.table[:, 1] >> _32

@@ -218,7 +218,7 @@ class Planner:
                 groups.append(layout)
             mean = loads.mean()
             counters["exchange_imbalance"] = float(loads.max() / mean) if mean else 1.0
-            rows = sum(arrays[f"{g.name}/slots"].size for g in groups)
+            rows = sum(g.rows * (1 if g.replicated else self.devices) for g in groups)
             used = sum(t.unique for tables in self.tables for t in tables)
             counters["padding_rows"] = rows - used
             return Plan(

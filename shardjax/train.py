@@ -1,0 +1,434 @@
+"""Training and evaluation steps, and a short loop around them.
+
+A step is one jitted function. Inside `jax.shard_map` every device gathers its unique
+rows, exchanges them, runs the user's model on its examples and differentiates with
+respect to (params, rows); gradients of params are summed over the devices, gradients of
+rows go back to their owners and are applied there. The optimizer of the parameters runs
+outside shard_map, in the same jit. The whole state is donated.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from shardjax.embed import EmbeddingCollection, Index, sequence_masks, split_features
+from shardjax.embed.layout import Layout, pack
+from shardjax.embed.plan import Plan
+from shardjax.metrics import Metric
+from shardjax.network import Network
+from shardjax.state import TrainState, stack_metrics
+
+Loss = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """A batch on its way to the devices.
+
+    Attributes:
+      packed: int32 [devices, words] on the devices.
+      layout: what the words are.
+      plan: of the embeddings.
+      size: examples, padding apart.
+      counters: of the planner and of the data, by name.
+    """
+
+    packed: jax.Array
+    layout: Layout
+    plan: Plan
+    size: int
+    counters: dict[str, float]
+
+
+def prepare(
+    collection: EmbeddingCollection,
+    batch: Any,
+    *,
+    train: bool,
+    groups: Index | None = None,
+) -> PreparedBatch:
+    """Plans a batch and sends it to the devices, in one transfer.
+
+    Runs in the loader's thread. Training batches must be stepped on in the order in
+    which they were prepared, each once.
+
+    Args:
+      collection: the tables.
+      batch: a `shardjax.data.Batch`: labels, dense, features, optional weights/groups.
+      train: whether unknown keys get a row.
+      groups: numbers the batch's groups (users) for per-group metrics, in the order in
+        which they are first seen; None leaves them out.
+
+    Raises:
+      PlanError, ValueError, TypeError: see `shardjax.embed.plan.Planner.plan`.
+    """
+    features = dict(zip(batch.fixed_names, batch.fixed, strict=True))
+    features.update(batch.jagged)
+    size = len(batch.labels)
+    plan = collection.plan(features, size, train=train)
+    devices, examples = collection.devices, plan.examples
+
+    def deal(x, dtype=np.float32):
+        out = np.zeros((devices * examples, *x.shape[1:]), dtype)
+        out[:size] = x
+        return out.reshape(devices, examples, *x.shape[1:])
+
+    weights = np.ones(size, np.float32) if batch.weights is None else batch.weights
+    arrays = {
+        "labels": deal(batch.labels),
+        "dense": deal(batch.dense),
+        "weights": deal(weights),
+        **plan.arrays,
+    }
+    if groups is not None and batch.groups is not None:
+        arrays["groups"] = deal(groups.number(batch.groups), np.int32)
+    packed, layout = pack(devices, examples, plan.groups, arrays)
+    sharding = jax.NamedSharding(collection.mesh, jax.P(collection.axes))
+    counters = dict(plan.counters)
+    counters["examples"] = size
+    counters["padding_examples"] = devices * examples - size
+    counters["bad_lines"] = batch.bad_lines
+    return PreparedBatch(jax.device_put(packed, sharding), layout, plan, size, counters)
+
+
+def binary_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Logistic loss per example; labels in [0, 1]."""
+    return optax.sigmoid_binary_cross_entropy(logits, labels)
+
+
+def _finish_logits(logits: jax.Array, examples: int) -> jax.Array:
+    if logits.shape == (examples, 1):
+        logits = logits[:, 0]
+    if logits.shape != (examples,):
+        raise ValueError(
+            f"the model must return logits of shape [batch] = ({examples},), got"
+            f" {logits.shape}"
+        )
+    return logits.astype(jnp.float32)
+
+
+def _update_metrics(metrics, arrays, logits, loss, predict):
+    """Local metrics, a leading dim of one each, with this device's examples added."""
+    extras = {"groups": arrays["groups"]} if "groups" in arrays else {}
+
+    def update(metric):
+        one = jax.tree.map(lambda x: x[0], metric)
+        one = one.update(
+            labels=arrays["labels"],
+            predictions=predict(logits),
+            weights=arrays["weights"],
+            logits=logits,
+            loss=loss,
+            **extras,
+        )
+        return jax.tree.map(lambda x: x[None], one)
+
+    return {name: update(metric) for name, metric in metrics.items()}
+
+
+def _own_keys(state, axes):
+    """Model state whose PRNG keys differ per device, so that dropout masks do."""
+
+    def fold(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.fold_in(x, jax.lax.axis_index(axes))
+        return x
+
+    return jax.tree.map(fold, state)
+
+
+def _shared_state(new, old, axes):
+    """Model state after a step, equal on all devices: statistics are averaged."""
+
+    def share(new, old):
+        if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
+            return old
+        if jnp.issubdtype(new.dtype, jnp.floating):
+            return jax.lax.pmean(new, axes)
+        return new
+
+    return jax.tree.map(share, new, old)
+
+
+def make_train_step(
+    network: Network,
+    tx: optax.GradientTransformation,
+    collection: EmbeddingCollection,
+    *,
+    loss: Loss = binary_cross_entropy,
+    predict: Callable[[jax.Array], jax.Array] = jax.nn.sigmoid,
+    microbatch_size: int | None = None,
+) -> Callable[[TrainState, PreparedBatch], tuple[TrainState, dict[str, jax.Array]]]:
+    """Makes the training step.
+
+    The loss of a step is sum(weights * loss) / sum(weights) over the whole batch, on all
+    devices; a batch without weight gives zero and moves nothing but step counts.
+
+    Args:
+      network: of `shardjax.network`.
+      tx: optimizer of the parameters; rows have their own, in their TableSpec.
+      collection: the tables.
+      loss: of (logits [batch], labels [batch]), per example [batch].
+      predict: logits to the predictions that metrics see.
+      microbatch_size: examples per device that go through the model at a time, None for
+        all. Gradients are accumulated, so the result is the same up to rounding (but for
+        layers that mix examples, such as batch norm). On a CPU 512-1024 keeps the
+        activations in cache.
+
+    Returns:
+      `step(state, batch) -> (state, {"loss": float32 []})`. `state` is donated.
+    """
+    if microbatch_size is not None and microbatch_size < 1:
+        raise ValueError(f"`microbatch_size` must be positive, got {microbatch_size}")
+    mesh, axes = collection.mesh, collection.axes
+
+    def local_step(params, model_state, tables, metrics, packed, *, layout):
+        arrays = layout.unpack(packed[0])
+        rows = collection.gather_rows(tables, arrays)
+        total = jax.lax.psum(jnp.sum(arrays["weights"]), axes)
+        scale = jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
+
+        def embed(rows):
+            return collection.embed(rows, arrays, layout)
+
+        def loss_of(params, blocks, model_state, dense, labels, weights, masks):
+            embeddings = split_features(layout, blocks, masks)
+            logits, new_state = network.apply(
+                params, model_state, dense, embeddings, train=True
+            )
+            logits = _finish_logits(logits, len(labels))
+            # padding may hold anything: what it computes must not reach the sum
+            losses = jnp.where(weights == 0, 0, loss(logits, labels))
+            return jnp.sum(weights * losses) * scale, (logits, losses, new_state)
+
+        grad_of = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
+        blocks, pull = jax.vjp(embed, rows)
+        masks = sequence_masks(layout, arrays)
+        value, grads, block_grads, aux = _in_microbatches(
+            grad_of,
+            microbatch_size,
+            params,
+            _own_keys(model_state, axes),
+            blocks,
+            (arrays["dense"], arrays["labels"], arrays["weights"], masks),
+        )
+        (row_grads,) = pull(block_grads)
+        tables = collection.update_rows(tables, rows, row_grads, arrays)
+        logits, losses, new_state = aux
+        return (
+            jax.lax.psum(value, axes),
+            jax.lax.psum(grads, axes),
+            _shared_state(new_state, model_state, axes),
+            tables,
+            _update_metrics(metrics, arrays, logits, losses, predict),
+        )
+
+    spec = collection.state_spec()
+    by_device = jax.P(axes)
+
+    @partial(jax.jit, static_argnames="layout", donate_argnames="state")
+    def run(state: TrainState, packed, *, layout):
+        value, grads, model_state, tables, metrics = jax.shard_map(
+            partial(local_step, layout=layout),
+            mesh=mesh,
+            in_specs=(jax.P(), jax.P(), spec, by_device, by_device),
+            out_specs=(jax.P(), jax.P(), jax.P(), spec, by_device),
+            check_vma=False,
+        )(state.params, state.model_state, state.tables, state.metrics, packed)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        return TrainState(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            model_state=model_state,
+            opt_state=opt_state,
+            tables=tables,
+            metrics=metrics,
+        ), {"loss": value}
+
+    def step(state: TrainState, batch: PreparedBatch):
+        tables = collection.apply_fills(state.tables, batch.plan)
+        return run(state.replace(tables=tables), batch.packed, layout=batch.layout)
+
+    step.jitted = run
+    return step
+
+
+def _in_microbatches(grad_of, size, params, model_state, blocks, data):
+    """Value and gradients of a batch, `size` examples at a time.
+
+    Returns:
+      value, gradient of params, gradient of blocks, (logits, losses, model_state).
+    """
+    examples = len(data[1])
+    count = 1 if size is None else -(-examples // size)
+    if count <= 1:
+        (value, aux), (grads, block_grads) = grad_of(params, blocks, model_state, *data)
+        return value, grads, block_grads, aux
+    size = -(-examples // count)
+    padding = count * size - examples
+
+    def split(x):
+        x = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(count, size, *x.shape[1:])
+
+    def join(x):
+        return x.reshape(count * size, *x.shape[2:])[:examples]
+
+    def body(carry, part):
+        value, grads, model_state = carry
+        blocks, data = part
+        (v, (logits, losses, model_state)), (g, block_grads) = grad_of(
+            params, blocks, model_state, *data
+        )
+        grads = jax.tree.map(jnp.add, grads, g)
+        return (value + v, grads, model_state), (block_grads, logits, losses)
+
+    start = (jnp.zeros([]), jax.tree.map(jnp.zeros_like, params), model_state)
+    (value, grads, model_state), (block_grads, logits, losses) = jax.lax.scan(
+        body, start, jax.tree.map(split, (blocks, data))
+    )
+    aux = (join(logits), join(losses), model_state)
+    return value, grads, jax.tree.map(join, block_grads), aux
+
+
+def make_eval_step(
+    network: Network,
+    collection: EmbeddingCollection,
+    *,
+    loss: Loss = binary_cross_entropy,
+    predict: Callable[[jax.Array], jax.Array] = jax.nn.sigmoid,
+) -> Callable[..., tuple[dict[str, Metric], jax.Array]]:
+    """Makes the evaluation step: reads the state, inserts nothing.
+
+    Args:
+      network, collection, loss, predict: as of `make_train_step`.
+
+    Returns:
+      `step(state, metrics, batch) -> (metrics, predictions)`: metrics of
+      `stack_metrics`, donated; predictions float32 [devices * examples], of which the
+      first `batch.size` are those of the batch.
+    """
+    mesh, axes = collection.mesh, collection.axes
+
+    def local_step(params, model_state, tables, metrics, packed, *, layout):
+        arrays = layout.unpack(packed[0])
+        rows = collection.gather_rows(tables, arrays)
+        blocks = collection.embed(rows, arrays, layout)
+        embeddings = split_features(layout, blocks, sequence_masks(layout, arrays))
+        logits, _ = network.apply(
+            params, model_state, arrays["dense"], embeddings, train=False
+        )
+        logits = _finish_logits(logits, layout.examples)
+        losses = jnp.where(arrays["weights"] == 0, 0, loss(logits, arrays["labels"]))
+        metrics = _update_metrics(metrics, arrays, logits, losses, predict)
+        return metrics, predict(logits)
+
+    spec = collection.state_spec()
+    by_device = jax.P(axes)
+
+    @partial(jax.jit, static_argnames="layout", donate_argnames="metrics")
+    def run(params, model_state, tables, metrics, packed, *, layout):
+        return jax.shard_map(
+            partial(local_step, layout=layout),
+            mesh=mesh,
+            in_specs=(jax.P(), jax.P(), spec, by_device, by_device),
+            out_specs=(by_device, by_device),
+            check_vma=False,
+        )(params, model_state, tables, metrics, packed)
+
+    def step(state: TrainState, metrics, batch: PreparedBatch):
+        return run(
+            state.params,
+            state.model_state,
+            state.tables,
+            metrics,
+            batch.packed,
+            layout=batch.layout,
+        )
+
+    step.jitted = run
+    return step
+
+
+def evaluate(
+    step,
+    state: TrainState,
+    batches: Iterable[PreparedBatch],
+    metrics: Mapping[str, Metric],
+    mesh: jax.sharding.Mesh,
+) -> tuple[dict[str, Metric], dict[str, float]]:
+    """Runs an evaluation step over batches.
+
+    Args:
+      step: of `make_eval_step`.
+      state: read only.
+      batches: prepared with `train=False`.
+      metrics: empty ones, by name.
+      mesh: of the collection.
+
+    Returns:
+      The metrics (read them with `compute_metrics`) and the summed counters.
+    """
+    stacked = stack_metrics(metrics, mesh)
+    counters: dict[str, float] = {}
+    for batch in batches:
+        stacked, _ = step(state, stacked, batch)
+        add_counters(counters, batch.counters)
+    return stacked, counters
+
+
+def add_counters(total: dict[str, float], more: Mapping[str, float]) -> None:
+    """Adds a batch's counters to `total`; of an imbalance, the largest is kept."""
+    for name, value in more.items():
+        if name == "exchange_imbalance":
+            total[name] = max(total.get(name, 1.0), value)
+        else:
+            total[name] = total.get(name, 0) + value
+
+
+Hook = Callable[[int, TrainState, dict[str, Any]], None]
+
+
+def fit(
+    step,
+    state: TrainState,
+    batches: Iterable[PreparedBatch],
+    *,
+    steps: int | None = None,
+    hooks: Iterable[Hook] = (),
+) -> tuple[TrainState, dict[str, float]]:
+    """Steps through batches.
+
+    Args:
+      step: of `make_train_step`.
+      state: donated.
+      batches: prepared with `train=True`, one epoch or an endless stream.
+      steps: stop after this many, None for all.
+      hooks: each called after every step as `hook(number of steps taken here, state, info)`;
+        info has the loss (a device array: reading it waits for the step), the batch's
+        counters and its size. A hook must not keep the state.
+
+    Returns:
+      The state and the summed counters.
+    """
+    counters: dict[str, float] = {}
+    hooks = tuple(hooks)
+    taken = 0
+    if steps is not None and steps <= 0:
+        return state, counters
+    for batch in batches:
+        state, info = step(state, batch)
+        taken += 1
+        add_counters(counters, batch.counters)
+        details = {**info, "counters": batch.counters, "size": batch.size}
+        for hook in hooks:
+            hook(taken, state, details)
+        if taken == steps:
+            break
+    return state, counters
