@@ -1,8 +1,6 @@
 """Mesh shapes, meshes and simulated devices."""
 
 import logging
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -18,6 +16,7 @@ from shardjax.mesh import (
     mesh_size,
     simulate_cpu_devices,
 )
+from tests.helpers import run_python
 
 
 @pytest.mark.parametrize("text", ["1x1", "8x1", "3x2", "128x16"])
@@ -163,8 +162,6 @@ sj.ensure_devices("3x2")
 sj.ensure_devices("3x2")
 print(jax.device_count(), sj.make_mesh("3x2").devices.shape)
 """
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    run = run_python(program)
     assert run.stdout.split("\n")[0] == "6 (3, 2)"
     assert run.stderr.count("mesh 3x2: simulating 6 devices on the CPU") == 1
