@@ -1,6 +1,7 @@
 """Click logs as batches: sources of many file formats, and what lies behind them."""
 
 from shardjax.data.batch import Batch as Batch
+from shardjax.data.criteo_files import criteo as criteo
 from shardjax.data.hashing import (
     MISSING_KEY as MISSING_KEY,
     hash_bytes as hash_bytes,

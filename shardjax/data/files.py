@@ -14,7 +14,7 @@ from typing import BinaryIO, TypeVar
 import numba
 import numpy as np
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 2 << 20
 """How much of a text file is read at once, if not said otherwise."""
 
 _MAX_LINE_BYTES = 64 << 20
@@ -133,12 +133,14 @@ class Block:
         file that has none; then zeros, so that a parser may read words at its end.
       size: bytes in the lines.
       first_line: number of the first line in the file, from 1.
+      lines: how many lines there are.
     """
 
     path: str
     data: np.ndarray
     size: int
     first_line: int
+    lines: int
 
     def line_number(self, at: int) -> int:
         """Counts lines up to a byte.
@@ -149,7 +151,7 @@ class Block:
         Returns:
           The number of its line in the file, from 1.
         """
-        return self.first_line + int(np.count_nonzero(self.data[:at] == _NEWLINE))
+        return self.first_line + _count_newlines(self.data[:at])
 
 
 def read_blocks(
@@ -215,8 +217,9 @@ def read_blocks(
             carried = data[end:size].copy()
             if end:
                 data[end : end + _PADDING] = 0
-                yield Block(path, data[: end + _PADDING], end, first_line)
-                first_line += _count_newlines(data[:end])
+                lines = _count_newlines(data[:end])
+                yield Block(path, data[: end + _PADDING], end, first_line, lines)
+                first_line += lines
 
 
 def map_in_order(
