@@ -52,7 +52,7 @@ class AUC(Metric):
       0.5
     """
 
-    bins: int = static(16384)
+    bins: int = static(default=16384)
     positives: Total = Total()
     negatives: Total = Total()
     outside: Total = Total()
@@ -140,7 +140,7 @@ class GAUC(Metric):
     """
 
     groups: int = static()
-    bins: int = static(512)
+    bins: int = static(default=512)
     positives: Array = field(default_factory=lambda: np.zeros((), np.float32))
     negatives: Array = field(default_factory=lambda: np.zeros((), np.float32))
     outside: Total = Total()
@@ -281,7 +281,7 @@ def _check_integer(metric: AUC | GAUC, name: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(
             f"`{name}` of {type(metric).__name__} must be an integer, got"
-            f" {type(value).__name__} {value!r}."
+            f" {type(value).__name__} {value!r}. Give an int."
         )
 
 

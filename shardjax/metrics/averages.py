@@ -146,7 +146,7 @@ class Accuracy(Metric):
       0.5
     """
 
-    threshold: float = static(0.5)
+    threshold: float = static(default=0.5)
     correct: Total = Total()
     weight: Total = Total()
 

@@ -16,7 +16,7 @@ _STATIC = "static"
 _PLAIN_TYPES = (str, int, float, bool)
 
 
-def static(default: Any = dataclasses.MISSING) -> Any:
+def static(*, default: Any = dataclasses.MISSING) -> Any:
     """Declares a setting of a metric: a hashable value, not part of its state.
 
     Args:
@@ -27,7 +27,7 @@ def static(default: Any = dataclasses.MISSING) -> Any:
 
     Example:
       >>> class Above(Metric):
-      ...     threshold: float = static(0.5)
+      ...     threshold: float = static(default=0.5)
       ...     def update(self, *, labels, predictions, weights, **extras):
       ...         return self
       ...     def compute(self):
@@ -77,7 +77,7 @@ class Metric(abc.ABC):
                 raise TypeError(
                     f"field `{f.name}` of metric {cls.__name__} is of type"
                     f" {getattr(f.type, '__name__', f.type)}, which cannot be state."
-                    f" Declare a setting with `{f.name}: ... = static(default)`, a"
+                    f" Declare a setting with `{f.name}: ... = static(default=...)`, a"
                     f" running sum with `{f.name}: Total = Total()`."
                 )
             names[is_static].append(f.name)

@@ -14,7 +14,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-Array = jax.Array | np.ndarray
+# Host arithmetic makes numpy scalars of arrays without dims.
+Array = jax.Array | np.ndarray | np.float32
 
 # How many partial sums run beside each other over a batch: enough for the vector units,
 # few enough that adding them up in the end costs little.
