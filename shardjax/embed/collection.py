@@ -165,7 +165,11 @@ class EmbeddingCollection:
 
         Returns:
           The state with which the plan's step can run.
+
+        Raises:
+          RuntimeError: for a plan that has been applied, or that is older than one.
         """
+        fills = self.planner.take_fills(plan)
         slabs = list(state)
         for g, used in enumerate(plan.slots_used):
             slots = self.slots(state, g)
@@ -173,9 +177,8 @@ class EmbeddingCollection:
                 while slots < used.max():
                     slots *= 2
                 slabs[g] = self._grow(g, slabs[g], slots)
-        for fill in plan.fills:
+        for fill in fills:
             slabs[fill.group] = self._fill(slabs[fill.group], fill)
-        self.planner.applied = [np.maximum(u, 0) for u in plan.slots_used]
         return tuple(slabs)
 
     def _grow(self, g: int, slab: SlabState, slots: int) -> SlabState:

@@ -16,6 +16,7 @@ Planning does not touch the devices. `train=True` plans have an effect on the pl
 """
 
 import threading
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -67,6 +68,7 @@ class Plan:
       arrays: int32 or float32 [devices, ...] by name.
       fills: rows to be made before the step.
       slots_used: per group, slots each owner has given out, int32 [owners].
+      sequence: number of this training plan, from 1; 0 for evaluation.
       counters: what the batch had, by name.
     """
 
@@ -75,6 +77,7 @@ class Plan:
     arrays: dict[str, np.ndarray]
     fills: tuple[Fill, ...]
     slots_used: tuple[np.ndarray, ...]
+    sequence: int
     counters: dict[str, float] = field(default_factory=dict)
 
 
@@ -162,6 +165,9 @@ class Planner:
         owners = [1 if g.replicated else devices for g in groups]
         self.next_slot = [np.zeros(n, np.int32) for n in owners]
         self.applied = [np.zeros(n, np.int32) for n in owners]
+        self._planned = 0
+        self._applied = 0
+        self._pending: deque[Plan] = deque()
         self._rungs: dict[tuple, int] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
@@ -221,14 +227,43 @@ class Planner:
             rows = sum(g.rows * (1 if g.replicated else self.devices) for g in groups)
             used = sum(t.unique for tables in self.tables for t in tables)
             counters["padding_rows"] = rows - used
-            return Plan(
+            self._planned += train
+            plan = Plan(
                 examples,
                 tuple(groups),
                 arrays,
                 tuple(fills),
                 tuple(n.copy() for n in self.next_slot),
+                self._planned if train else 0,
                 counters,
             )
+            if train:
+                self._pending.append(plan)
+            return plan
+
+    def take_fills(self, plan: Plan) -> tuple[Fill, ...]:
+        """The fills to carry out before a training plan's step, and notes that they are.
+
+        These are the plan's own and those of earlier plans that nobody carried out: a
+        loop that was left early abandons the batches it had prefetched, but their keys
+        have been given rows.
+
+        Raises:
+          RuntimeError: if this plan or a later one has been carried out before.
+        """
+        with self._lock:
+            if plan.sequence <= self._applied:
+                raise RuntimeError(
+                    f"training plan {plan.sequence} cannot be carried out after plan"
+                    f" {self._applied}: step on each prepared batch once, in the order in"
+                    " which they were prepared (train=True)"
+                )
+            fills: list[Fill] = []
+            while self._pending and self._pending[0].sequence <= plan.sequence:
+                fills.extend(self._pending.popleft().fills)
+            self._applied = plan.sequence
+            self.applied = list(plan.slots_used)
+            return tuple(fills)
 
     def _translate(self, inputs, train, counters) -> dict[str, np.ndarray]:
         """Keys to positions among the unique keys, all tables; raises before any change."""
