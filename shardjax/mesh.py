@@ -22,6 +22,8 @@ DATA_AXIS = "data"
 MODEL_AXIS = "model"
 AXES = (DATA_AXIS, MODEL_AXIS)
 
+Devices = Sequence[jax.Device]  # pyright: ignore[reportInvalidTypeForm]
+
 _log = logging.getLogger(__name__)
 
 
@@ -133,9 +135,7 @@ def as_mesh_shape(shape: "str | MeshShape | Mesh") -> MeshShape:
     return MeshShape.parse(shape)
 
 
-def make_mesh(
-    shape: str | MeshShape | Mesh, *, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
+def make_mesh(shape: str | MeshShape | Mesh, *, devices: Devices | None = None) -> Mesh:
     """Makes the mesh of a shape, with Auto axes.
 
     Args:
@@ -247,10 +247,8 @@ def ensure_devices(shape: str | MeshShape) -> None:
     mesh_shape = as_mesh_shape(shape)
     # Which backend JAX picks is known only once it is up, too late to ask for CPU
     # devices. So ask first: with an accelerator the request changes nothing.
-    already = jax.config.jax_num_cpu_devices >= mesh_shape.size
-    simulated = (
-        mesh_shape.size > 1 and not already and _request_cpu_devices(mesh_shape.size)
-    )
+    asked = mesh_shape.size > max(1, _requested_cpu_devices())
+    simulated = asked and _request_cpu_devices(mesh_shape.size)
     devices = jax.devices()
     if len(devices) < mesh_shape.size:
         raise ValueError(_too_few_devices(mesh_shape, devices))
@@ -262,10 +260,14 @@ def ensure_devices(shape: str | MeshShape) -> None:
         )
 
 
+def _requested_cpu_devices() -> int:
+    """JAX's setting; -1 is "not set": one device, or what XLA_FLAGS asks for."""
+    return jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _request_cpu_devices(count: int) -> bool:
     """Raises JAX's number of CPU devices to `count`; False if JAX is already up."""
-    # -1 is "not set": one device, or what XLA_FLAGS asks for.
-    if jax.config.jax_num_cpu_devices >= count:
+    if _requested_cpu_devices() >= count:
         return True
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -274,7 +276,7 @@ def _request_cpu_devices(count: int) -> bool:
     return True
 
 
-def _too_few_devices(shape: MeshShape, devices: Sequence[jax.Device]) -> str:
+def _too_few_devices(shape: MeshShape, devices: Devices) -> str:
     platform = devices[0].platform if devices else "none"
     found = f"mesh {shape} needs {shape.size} devices, found {len(devices)}"
     smaller = f"{max(len(devices), 1)}x1"

@@ -23,7 +23,7 @@ def _inputs(model, batch=6, features=FEATURES, n_dense=5, dim=DIM, seed=0):
     random = np.random.default_rng(seed)
     dense = jnp.asarray(random.normal(size=(batch, n_dense)), jnp.float32)
     width = model.row_dim(dim)
-    rows = {
+    rows: dict[str, jax.Array] = {
         name: jnp.asarray(random.normal(size=(batch, width)), jnp.float32)
         for name in features
     }
@@ -96,6 +96,8 @@ def _expected(model, dense, embeddings):
                 inner = _affine(model.reduce[number], x) if model.reduce else x
                 x = x0 * _affine(expand, inner) + x
             return _mlp(model.deep, x)[:, 0]
+        case _:
+            raise TypeError(f"no definition of {type(model).__name__} here")
 
 
 VARIANTS = [
