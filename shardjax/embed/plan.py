@@ -90,7 +90,7 @@ class _TableState:
         self.requesters = requesters
         self.counters = np.zeros(kernels.N_COUNTERS, np.int64)
         self.local_count = np.zeros(requesters, np.int32)
-        self._scratch = 0
+        self._scratch = -1  # ids there is room for
 
     def begin(self, ids: int) -> None:
         """Makes room for a batch with `ids` ids."""
@@ -158,7 +158,7 @@ class Planner:
         self.groups = groups
         self.features = dict(features)
         self.devices = devices
-        self.seed = mix64(np.uint64(seed % 2**64) + np.uint64(0x9E3779B97F4A7C15))
+        self.seed = np.uint64(mix64(np.uint64((seed + 0x9E3779B97F4A7C15) % 2**64)))
         self.tables = [
             [_TableState(t, devices) for t in group.tables] for group in groups
         ]
@@ -179,7 +179,8 @@ class Planner:
         alike settle on one program.
         """
         key = (train, *name)
-        size = self._rungs.get(key, 0)
+        # a first size is `smallest` even for nothing: XLA gathers from no empty array
+        size = self._rungs.get(key, -1)
         if needed > size:
             size = rung(needed if needed <= smallest else int(needed * 1.03), smallest)
             self._rungs[key] = size
@@ -207,13 +208,15 @@ class Planner:
           TypeError: for keys that are not integers.
         """
         with self._lock:
-            examples = -(-batch // self.devices)
-            examples = self._size(train, ("examples",), examples, examples)
+            examples = self._rungs.get((train, "examples"), 1)
+            examples = max(examples, -(-batch // self.devices))
             inputs = normalize(features, self.features, batch, examples, self.devices)
             counters = dict.fromkeys(COUNTERS, 0)
             counters["truncated"] = sum(x.truncated for x in inputs.values())
             counters["ids"] = sum(len(x.keys) for x in inputs.values())
             raws = self._translate(inputs, train, counters)
+            # from here on nothing fails: only now may the planner change
+            self._size(train, ("examples",), examples, examples)
             groups, fills = [], []
             arrays: dict[str, np.ndarray] = {}
             loads = np.zeros(self.devices)
