@@ -20,7 +20,7 @@ import numpy as np
 
 from shardjax.embed.exchange import embed_group, gather_rows, scatter_rows
 from shardjax.embed.groups import Group, plan_groups
-from shardjax.embed.jagged import Jagged
+from shardjax.embed.jagged import Jagged, as_keys
 from shardjax.embed.layout import Layout
 from shardjax.embed.plan import Fill, Plan, Planner
 from shardjax.embed.spec import FeatureSpec, Initializer
@@ -83,6 +83,8 @@ class EmbeddingCollection:
         device_rows: int = 1024,
         threads: int = 1,
     ):
+        if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+            raise TypeError(f"`seed` must be an integer, got {seed!r}")
         if device_rows < 1:
             raise ValueError(f"`device_rows` must be positive, got {device_rows}")
         if threads < 1:
@@ -93,7 +95,7 @@ class EmbeddingCollection:
         self.devices = mesh.size
         self.groups = plan_groups(self.features, self.devices)
         self.planner = Planner(
-            self.groups, self.features, self.devices, seed, threads=threads
+            self.groups, self.features, self.devices, int(seed), threads=threads
         )
         self._device_rows = device_rows
 
@@ -285,10 +287,14 @@ class EmbeddingCollection:
         return tuple(slabs)
 
     def keys(self, table: str) -> np.ndarray:
-        """The keys that have a row in a table, uint64 [n], in no particular order."""
-        _, state = self._table(table)
-        keys, _ = state.index.items()
-        return keys - state.table.salt
+        """The keys that have a row in a table, uint64 [n], in no particular order.
+
+        Keys of plans that have not been applied have none yet.
+        """
+        g, entry = self._table(table)
+        salted, slots = entry.index.items()
+        _, found = self._locate(g, entry, salted, slots)
+        return salted[found] - entry.table.salt
 
     def read_rows(
         self, state: EmbeddingState, table: str, keys: np.ndarray
@@ -298,21 +304,21 @@ class EmbeddingCollection:
         Args:
           state: of the devices.
           table: its name.
-          keys: uint64 [n].
+          keys: integers [n], widened by `as_keys`.
 
         Returns:
           `rows` [n, dim], `row_state` (a list of [n, ...]) and `found` bool [n]; a key
-          without a row reads zeros.
+          without a row (also one whose plan has not been applied) reads zeros.
+
+        Raises:
+          KeyError: for an unknown table.
+          TypeError: for keys that are not integers.
         """
         g, entry = self._table(table)
-        group = self.groups[g]
-        salted = np.asarray(keys, np.uint64) + entry.table.salt
+        salted = as_keys(keys, table) + entry.table.salt
         where = entry.index.lookup(salted)
-        owners = np.zeros(len(salted), np.int32)
-        devices = 1 if group.replicated else self.devices
-        find_owners(salted, entry.table.owner, devices, owners)
-        found = where >= 0
-        at = np.where(found, owners.astype(np.int64) * self.slots(state, g) + where, -1)
+        owners, found = self._locate(g, entry, salted, where)
+        at = owners.astype(np.int64) * self.slots(state, g) + where
         slots = np.where(found, at, np.iinfo(np.int32).max).astype(np.int32)
 
         def read(x):
@@ -324,6 +330,13 @@ class EmbeddingCollection:
             "row_state": [read(x) for x in slab.row_state],
             "found": found,
         }
+
+    def _locate(self, g: int, entry, salted, slots):
+        """Owners of keys, and whether their slots hold a row on the devices."""
+        owners = np.zeros(len(salted), np.int32)
+        devices = 1 if self.groups[g].replicated else self.devices
+        find_owners(salted, entry.table.owner, devices, owners)
+        return owners, (slots >= 0) & (slots < self.planner.applied[g][owners])
 
     def _table(self, name: str):
         for g, tables in enumerate(self.planner.tables):

@@ -18,6 +18,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from shardjax.embed.jagged import as_keys
+
 EMPTY = np.uint64(0xFFFFFFFF)
 NEW = np.uint64(0xFFFFFFFE)
 EMPTY_ENTRY = np.uint64(0xFFFFFFFF_00000000)
@@ -191,12 +193,28 @@ class Index:
         self.table = table
 
     def insert(self, keys: np.ndarray, slots: np.ndarray) -> None:
-        """Maps each of `keys`, uint64 [n], to its slot, int32 [n]; the last one wins."""
+        """Maps each of `keys`, uint64 [n], to its slot, int32 [n]; the last one wins.
+
+        Raises:
+          TypeError: for keys that are not integers.
+          ValueError: for another number of slots than keys, or a slot that is not in
+            [0, 2**31).
+        """
+        keys, slots = as_keys(keys), np.asarray(slots)
+        if keys.ndim != 1 or slots.shape != keys.shape:
+            raise ValueError(
+                "an index needs one slot per key, one dim each, got shapes"
+                f" {slots.shape} and {keys.shape}"
+            )
+        bad = (slots < 0) | (slots >= 2**31)
+        if bad.any():
+            raise ValueError(f"slots must be in [0, 2**31), got {slots[bad][0]}")
         self.reserve(self.count + len(keys))
-        self.count += _insert(self.table, keys, np.asarray(slots, np.int32))
+        self.count += _insert(self.table, keys, slots.astype(np.int32))
 
     def lookup(self, keys: np.ndarray) -> np.ndarray:
         """The slot of each of `keys`, uint64 [n], as int32 [n]; -1 for an absent key."""
+        keys = as_keys(keys)
         slots = np.empty(len(keys), np.int32)
         _lookup(self.table, keys, slots)
         return slots
@@ -209,6 +227,7 @@ class Index:
           >>> index.number(np.array([9, 7, 9], np.uint64))
           array([0, 1, 0], dtype=int32)
         """
+        keys = as_keys(keys)
         numbers = self.lookup(keys)
         if (numbers < 0).any():
             new, first = np.unique(keys[numbers < 0], return_index=True)

@@ -22,6 +22,7 @@ class Input:
       lengths: int32 [batch] keys per example, or None: one each.
       weights: float32 [n] or None.
       truncated: keys cut off.
+      padding: keys left out already because they are the feature's `padding_id`.
     """
 
     spec: FeatureSpec
@@ -31,6 +32,7 @@ class Input:
     lengths: np.ndarray | None = None
     weights: np.ndarray | None = None
     truncated: int = 0
+    padding: int = 0
 
     @property
     def longest(self) -> int:
@@ -97,7 +99,8 @@ def _jagged(name, spec, value: Jagged, batch: int, example_bounds) -> Input:
             f"feature {name!r} must have {batch} `lengths`, one per example, got"
             f" {len(value.lengths)}"
         )
-    keys, lengths, weights, cut = value.values, value.lengths, value.weights, 0
+    keys, lengths, weights = value.values, value.lengths, value.weights
+    cut = padding = 0
     if spec.combiner == "none":
         if weights is not None:
             raise ValueError(
@@ -105,7 +108,16 @@ def _jagged(name, spec, value: Jagged, batch: int, example_bounds) -> Input:
                 " summed. Scale the sequence in the model instead"
             )
         longest = int(lengths.max()) if batch else 0
-        if spec.max_length is not None and longest > spec.max_length:
+        limit = spec.max_length or longest
+        if longest > limit and spec.padding_id is not None:
+            # padding is nothing: it must not push keys out of a sequence
+            kept = keys != np.uint64(spec.padding_id % 2**64)
+            padding = len(keys) - int(kept.sum())
+            examples = np.repeat(np.arange(batch), lengths)[kept]
+            keys = keys[kept]
+            lengths = np.bincount(examples, minlength=batch).astype(np.int32)
+            longest = int(lengths.max())
+        if longest > limit:
             if spec.on_long == "error":
                 at = int(np.argmax(lengths))
                 raise ValueError(
@@ -117,7 +129,7 @@ def _jagged(name, spec, value: Jagged, batch: int, example_bounds) -> Input:
             n = truncate(
                 keys,
                 lengths,
-                spec.max_length,
+                limit,
                 spec.on_long == "last",
                 kept,
                 kept_lengths,
@@ -127,4 +139,4 @@ def _jagged(name, spec, value: Jagged, batch: int, example_bounds) -> Input:
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     bounds = offsets[example_bounds]
     keys = np.ascontiguousarray(keys)
-    return Input(spec, keys, bounds, example_bounds, lengths, weights, cut)
+    return Input(spec, keys, bounds, example_bounds, lengths, weights, cut, padding)

@@ -31,9 +31,9 @@ def lookup(
       [batch, dim].
 
     Example:
-      >>> lookup(jnp.eye(2), np.array([0, 1, 1]), np.array([0, 3]), None, "mean").round(2)
-      Array([[0.  , 0.  ],
-             [0.33, 0.67]], dtype=float32)
+      >>> lookup(jnp.eye(2), np.array([0, 1]), np.array([0, 2]), None, "mean")
+      Array([[0. , 0. ],
+             [0.5, 0.5]], dtype=float32)
     """
     batch = len(lengths)
     bags = np.repeat(np.arange(batch), lengths)

@@ -98,6 +98,10 @@ _NOT_ROWWISE = (
 )
 
 
+# The last is large: what Adafactor keeps depends on whether a dim reaches 128.
+_TRIAL_ROWS = (5, 7, 4096)
+
+
 class RowOptimizerError(ValueError):
     """An optimizer that cannot update the rows of a table one by one."""
 
@@ -160,8 +164,8 @@ def split_state(
     """Checks that `tx` works row by row and tells its per-row from its shared state.
 
     The check runs two steps on four random rows, then again with the rows in another
-    order, and with one row's gradient NaN and infinite: every other row and every shared
-    leaf must stay as it was.
+    order, and with one row's gradient NaN, infinite and large: every other row and every
+    shared leaf must stay as it was.
 
     Args:
       tx: the transformation.
@@ -180,26 +184,28 @@ def split_state(
         ) from cause
 
     try:
-        small, large = (
+        states = [
             jax.eval_shape(tx.init, jax.ShapeDtypeStruct((n, dim), dtype))
-            for n in (5, 7)
-        )
+            for n in _TRIAL_ROWS
+        ]
     except Exception as e:
         fail(f"its init fails on rows of shape [n, {dim}] ({e})", e)
-    treedef = jax.tree.structure(small)
-    if treedef != jax.tree.structure(large):
+    treedef = jax.tree.structure(states[0])
+    if any(jax.tree.structure(s) != treedef for s in states):
         fail("the structure of its state depends on the number of rows")
-    pairs = list(zip(jax.tree.leaves(small), jax.tree.leaves(large), strict=True))
-    is_row = tuple(a.shape != b.shape for a, b in pairs)
-    for a, b in pairs:
-        if a.shape != b.shape and (a.shape[0], b.shape[0]) != (5, 7):
-            fail("a leaf of its state does not have the row dim first")
-    row_leaves = tuple(
-        jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
-        for (a, _), row in zip(pairs, is_row, strict=True)
-        if row
-    )
-    optimizer = RowOptimizer(tx, treedef, is_row, row_leaves)
+    leaves = list(zip(*map(jax.tree.leaves, states), strict=True))
+    is_row = tuple(len({x.shape for x in leaf}) > 1 for leaf in leaves)
+    row_leaves = []
+    for leaf, row in zip(leaves, is_row, strict=True):
+        rest = leaf[0].shape[1:]
+        if row and [x.shape for x in leaf] != [(n, *rest) for n in _TRIAL_ROWS]:
+            fail(
+                "a leaf of its state has the shapes"
+                f" {[x.shape for x in leaf]} for {list(_TRIAL_ROWS)} rows, not [rows, ...]"
+            )
+        if row:
+            row_leaves.append(jax.ShapeDtypeStruct(rest, leaf[0].dtype))
+    optimizer = RowOptimizer(tx, treedef, is_row, tuple(row_leaves))
     _try_rows(optimizer, dim, dtype, fail)
     return optimizer
 
@@ -239,7 +245,7 @@ def _try_rows(optimizer: RowOptimizer, dim: int, dtype, fail) -> None:
     moved, _ = run(grads[:, order], rows[order])
     if not same([x[order] for x in per_row], moved):
         fail("a row's update depends on its place among the rows")
-    for poison in (np.nan, np.inf):
+    for poison in (np.nan, np.inf, 1e4):
         bad = grads.copy()
         bad[:, 0] = poison
         others, shared_too = run(bad, rows)

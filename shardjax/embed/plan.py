@@ -202,9 +202,10 @@ class Planner:
             unknown key reads zeros.
 
         Raises:
-          PlanError: for ids outside a fixed vocabulary, a full table or a sequence that
-            is too long, unless their spec permits it. The planner is as before.
-          ValueError: for a feature that is missing or does not have `batch` examples.
+          PlanError: for ids outside a fixed vocabulary or a full table, unless their
+            spec permits it. The planner is as before, also after the other errors.
+          ValueError: for a feature that is missing, does not have `batch` examples or
+            has a sequence that is too long.
           TypeError: for keys that are not integers.
         """
         with self._lock:
@@ -213,7 +214,8 @@ class Planner:
             inputs = normalize(features, self.features, batch, examples, self.devices)
             counters = dict.fromkeys(COUNTERS, 0)
             counters["truncated"] = sum(x.truncated for x in inputs.values())
-            counters["ids"] = sum(len(x.keys) for x in inputs.values())
+            counters["padding_ids"] = sum(x.padding for x in inputs.values())
+            counters["ids"] = sum(len(x.keys) + x.padding for x in inputs.values())
             raws = self._translate(inputs, train, counters)
             # from here on nothing fails: only now may the planner change
             self._size(train, ("examples",), examples, examples)

@@ -119,6 +119,11 @@ class TableSpec:
         dtype = jnp.dtype(self.dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"`dtype` of {owner} must be a float type, got {dtype}")
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise ValueError(
+                f"`dtype` of {owner} must be enabled in JAX, got {dtype}. Use float32, or"
+                " set the flag jax_enable_x64"
+            )
         object.__setattr__(self, "dtype", dtype)
         if not callable(self.initializer):
             raise TypeError(
