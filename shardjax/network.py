@@ -47,6 +47,7 @@ def from_nnx(module: nnx.Module) -> Network:
       >>> logits.shape
       (2,)
     """
+    module = nnx.clone(module)
     graphs = {}
     for train in (False, True):
         module.train() if train else module.eval()
@@ -65,6 +66,7 @@ def from_linen(
     module: linen.Module,
     variables: Mapping[str, Any],
     train_argument: str | None = None,
+    rngs: Mapping[str, jax.Array] | None = None,
 ) -> Network:
     """The network of a linen module and its variables (of `module.init`).
 
@@ -73,28 +75,59 @@ def from_linen(
       variables: collections by name; "params" is trained, the others are state and
         mutable while training.
       train_argument: keyword by which the module is told whether it trains, if any.
+      rngs: PRNG keys (of `jax.random.key`) that the module uses while training, by name:
+        `{"dropout": key}`. Every step and device gets its own.
 
     Raises:
       ValueError: where there are no "params".
+      TypeError: for a key of the old style, `jax.random.PRNGKey`.
+
+    Example:
+      >>> class Model(linen.Module):
+      ...   @linen.compact
+      ...   def __call__(self, dense, embeddings):
+      ...     return linen.Dense(1)(dense)[:, 0]
+      >>> model, dense = Model(), jax.numpy.ones((2, 3))
+      >>> network = from_linen(model, model.init(jax.random.key(0), dense, {}))
+      >>> logits, _ = network.apply(
+      ...   network.params, network.state, dense, {}, train=True)
+      >>> logits.shape
+      (2,)
     """
     if "params" not in variables:
         raise ValueError(
             f"`variables` must have the collection 'params', got {list(variables)}: pass"
             " what module.init returned"
         )
-    state = {k: v for k, v in variables.items() if k != "params"}
+    for name, key in (rngs or {}).items():
+        if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                f"the key {name!r} of `rngs` must be one of jax.random.key, got an array"
+                f" of {key.dtype}. Use jax.random.key, or jax.random.wrap_key_data"
+            )
+    variables = linen.meta.unbox(dict(variables))
+    params = variables.pop("params")
+    state = {"collections": variables}
+    if rngs:
+        state |= {"rngs": dict(rngs), "count": jax.numpy.zeros([], jax.numpy.uint32)}
 
     def apply(params, state, dense, embeddings, *, train):
         more = {} if train_argument is None else {train_argument: train}
-        variables = {"params": params, **state}
-        if train and state:
-            logits, changed = module.apply(
-                variables, dense, embeddings, mutable=list(state), **more
-            )
-            return logits, {**state, **changed}
-        return module.apply(variables, dense, embeddings, **more), state
+        collections = state["collections"]
+        variables = {"params": params, **collections}
+        if not train:
+            return module.apply(variables, dense, embeddings, **more), state
+        if "rngs" in state:
+            count = state["count"]
+            keys = {k: jax.random.fold_in(v, count) for k, v in state["rngs"].items()}
+            state = {**state, "count": count + 1}
+            more["rngs"] = keys
+        logits, changed = module.apply(
+            variables, dense, embeddings, mutable=list(collections), **more
+        )
+        return logits, {**state, "collections": {**collections, **changed}}
 
-    return Network(apply, linen.meta.unbox(variables["params"]), state)
+    return Network(apply, params, state)
 
 
 def as_network(model: nnx.Module | Network) -> Network:

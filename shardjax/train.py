@@ -113,6 +113,14 @@ def _finish_logits(logits: jax.Array, examples: int) -> jax.Array:
     return logits.astype(jnp.float32)
 
 
+def _losses(loss, logits, labels, weights):
+    """The loss of each example, zero (and of zero gradient) where its weight is."""
+    # inside as well: the gradient of a loss that is not finite is NaN, even times zero
+    counts = weights != 0
+    losses = loss(jnp.where(counts, logits, 0), jnp.where(counts, labels, 0))
+    return jnp.where(counts, losses, 0)
+
+
 def _update_metrics(metrics, arrays, logits, loss, predict):
     """Local metrics, a leading dim of one each, with this device's examples added."""
     extras = {"groups": arrays["groups"]} if "groups" in arrays else {}
@@ -168,7 +176,9 @@ def make_train_step(
     """Makes the training step.
 
     The loss of a step is sum(weights * loss) / sum(weights) over the whole batch, on all
-    devices; a batch without weight gives zero and moves nothing but step counts.
+    devices. Examples without weight have no part in it, whatever their label; their rows
+    and those of a batch without any weight get a zero gradient. A model must be finite
+    where all its inputs are zero: so is the padding of the last batch.
 
     Args:
       network: of `shardjax.network`.
@@ -203,8 +213,7 @@ def make_train_step(
                 params, model_state, dense, embeddings, train=True
             )
             logits = _finish_logits(logits, len(labels))
-            # padding may hold anything: what it computes must not reach the sum
-            losses = jnp.where(weights == 0, 0, loss(logits, labels))
+            losses = _losses(loss, logits, labels, weights)
             return jnp.sum(weights * losses) * scale, (logits, losses, new_state)
 
         grad_of = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
@@ -325,7 +334,7 @@ def make_eval_step(
             params, model_state, arrays["dense"], embeddings, train=False
         )
         logits = _finish_logits(logits, layout.examples)
-        losses = jnp.where(arrays["weights"] == 0, 0, loss(logits, arrays["labels"]))
+        losses = _losses(loss, logits, arrays["labels"], arrays["weights"])
         metrics = _update_metrics(metrics, arrays, logits, losses, predict)
         return metrics, predict(logits)
 
