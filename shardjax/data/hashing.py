@@ -48,6 +48,13 @@ def hash_strings(values) -> np.ndarray:
         keys = np.append(hash_strings(array.dictionary), np.uint64(MISSING_KEY))
         at = array.indices.fill_null(len(array.dictionary)).to_numpy(False)
         return keys[at]
+    type_ = array.type
+    if (
+        pa.types.is_string_view(type_)
+        or pa.types.is_binary_view(type_)
+        or pa.types.is_fixed_size_binary(type_)
+    ):
+        array = array.cast(pa.large_binary())
     if pa.types.is_string(array.type) or pa.types.is_binary(array.type):
         offset_dtype = np.int32
     elif pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type):

@@ -89,6 +89,7 @@ TEXTS = ["a", "é", "", "日本語 text", "a", "x" * 100]
         pa.array,
         lambda t: pa.array(t, pa.large_string()),
         lambda t: pa.array([s.encode() for s in t], pa.large_binary()),
+        lambda t: pa.array(t, pa.string_view()),
         lambda t: pa.array(t).dictionary_encode(),
         lambda t: pa.chunked_array([t[:2], t[2:2], t[2:]], pa.string()),
         lambda t: pa.array(["skipped", *t, "skipped"]).slice(1, len(t)),
