@@ -19,7 +19,7 @@ MODULES = [
 
 def test_import_touches_no_device_environment_or_flag():
     program = """
-import os
+import importlib, os, pkgutil
 import jax
 
 def flags():
@@ -32,10 +32,12 @@ class Environment(type(os.environ)):
         return super().__getitem__(name)
 
 # What shardjax is built on may read the environment; those imports come first.
-import flax.nnx, numba, numpy, optax, pyarrow.csv, pyarrow.parquet, tqdm
+import flax.nnx, jaxtyping, numba, numpy, optax, pyarrow.csv, pyarrow.parquet, tqdm
 before, environment = flags(), dict(os.environ)
 os.environ.__class__ = Environment
 import shardjax
+for module in pkgutil.walk_packages(shardjax.__path__, "shardjax."):
+    importlib.import_module(module.name)
 os.environ.__class__ = Environment.__bases__[0]
 assert flags() == before, "a flag of JAX changed"
 assert dict(os.environ) == environment, "the environment changed"
