@@ -10,4 +10,12 @@ from shardjax.data.hashing import (
     hash_bytes as hash_bytes,
     hash_strings as hash_strings,
 )
+from shardjax.data.loader import Loader as Loader
+from shardjax.data.shuffling import rebatch as rebatch, shuffle as shuffle
 from shardjax.data.source import InMemory as InMemory, Source as Source
+from shardjax.data.split import (
+    count_rows as count_rows,
+    row_range as row_range,
+    split_rows as split_rows,
+)
+from shardjax.data.synthetic import Synthetic as Synthetic

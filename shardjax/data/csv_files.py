@@ -24,7 +24,7 @@ from shardjax.data.rows import TextColumn, make_batch
 from shardjax.data.source import OnBadLine, check_on_bad_line
 from shardjax.data.text import Cells, are_integers, parse_keys, parse_numbers
 
-_TRUTH = {"true", "false", "True", "False", "TRUE", "FALSE"}
+_TRUTH = {b"true", b"false", b"True", b"False", b"TRUE", b"FALSE"}
 
 
 def csv(

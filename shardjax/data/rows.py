@@ -137,9 +137,9 @@ class ArrowColumn:
         if _is_text_array(array):
             return Jagged(*parse_bags(self._cells(), separator, integers=False)), None
         values, wrong = self.keys()
-        present = np.ones(len(array), bool)
-        if self._missing is not None:
-            present = ~self._missing
+        present = array.is_valid().to_numpy(zero_copy_only=False)
+        if pa.types.is_floating(array.type):
+            present &= ~np.isnan(_raw(array))
         return Jagged(values[present], present.astype(np.int32)), wrong
 
     def show(self, row: int) -> str:
