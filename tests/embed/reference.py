@@ -1,0 +1,211 @@
+"""Training without sharding, by `shardjax.embed.lookup`, and batches for it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from shardjax.data.batch import Batch
+from shardjax.embed import (
+    EmbeddingCollection,
+    Jagged,
+    Sequence,
+    sequence_masks,
+    split_features,
+)
+from shardjax.embed.layout import pack
+from shardjax.embed.lookup import lookup, lookup_sequence, update
+from shardjax.mesh import make_mesh
+
+
+def wide_keys(n: int, seed: int = 0) -> np.ndarray:
+    """n different keys, uint64 [n], over the whole range, 0 and 2**64 - 1 included."""
+    rng = np.random.default_rng(seed)
+    keys = {0, 2**64 - 1}
+    while len(keys) < n:
+        keys.add(int(rng.integers(2**64, dtype=np.uint64)))
+    return np.array(sorted(keys), np.uint64)
+
+
+def random_bags(
+    rng: np.random.Generator,
+    batch: int,
+    keys: np.ndarray,
+    *,
+    weighted: bool = False,
+    longest: int = 5,
+    skew: float = 1.0,
+) -> Jagged:
+    """Bags with many duplicates, empty ones, and (weighted) zero sums of weights."""
+    lengths = rng.integers(0, longest + 1, batch)
+    total = int(lengths.sum())
+    chance = 1 / (1 + np.arange(len(keys))) ** skew
+    values = rng.choice(keys, total, p=chance / chance.sum())
+    if not weighted:
+        return Jagged(values, lengths)
+    weights = rng.uniform(0.25, 1.5, total).astype(np.float32)
+    ends = np.cumsum(lengths)
+    for i, (end, length) in enumerate(zip(ends, lengths, strict=True)):
+        if length and i % 5 == 0:
+            weights[end - length : end] = 0
+        elif length == 2:
+            weights[end - 2 : end] = 0.75, -0.75
+    return Jagged(values, lengths, weights)
+
+
+def bag_rows(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The place of each value among sorted keys, -1 where it is not there."""
+    at = np.minimum(np.searchsorted(keys, values), len(keys) - 1)
+    return np.where(keys[at] == values, at, -1)
+
+
+def dense_features(features, keys, tables, batch: Batch) -> dict:
+    """The embeddings of a batch, by the functions of `shardjax.embed.lookup`.
+
+    Args:
+      features: FeatureSpec by name.
+      keys: by table name, uint64 [vocabulary], sorted.
+      tables: by table name, [vocabulary, dim].
+      batch: its values.
+    """
+    values = dict(zip(batch.fixed_names, batch.fixed, strict=True)) | batch.jagged
+    out = {}
+    for name, spec in features.items():
+        bags = values[name]
+        if not isinstance(bags, Jagged):
+            bags = Jagged(bags, np.ones(batch.size, np.int32))
+        table = tables[spec.table.name]
+        rows = bag_rows(keys[spec.table.name], bags.values)
+        if spec.combiner == "none":
+            length = spec.max_length or max(int(bags.lengths.max(initial=1)), 1)
+            out[name] = Sequence(*lookup_sequence(table, rows, bags.lengths, length))
+        else:
+            out[name] = lookup(table, rows, bags.lengths, bags.weights, spec.combiner)
+    return out
+
+
+class DenseTraining:
+    """The whole of a training run on plain arrays, a dense optax step per table."""
+
+    def __init__(self, features, network, tx, keys, rows):
+        """Starts a run.
+
+        Args:
+          features: FeatureSpec by name.
+          network: `shardjax.network.Network`.
+          tx: optimizer of the parameters.
+          keys: by table name, uint64 [vocabulary], sorted.
+          rows: by table name, [vocabulary, dim], the first values.
+        """
+        self.features, self.network, self.tx, self.keys = features, network, tx, keys
+        self.specs = {f.table.name: f.table for f in features.values()}
+        self.params = network.params
+        self.opt_state = tx.init(self.params)
+        self.tables = {name: jnp.asarray(r) for name, r in rows.items()}
+        self.states = {
+            n: s.optimizer.init(self.tables[n]) for n, s in self.specs.items()
+        }
+
+    def step(self, batch: Batch) -> float:
+        """One step; returns the loss."""
+
+        def loss(params, tables):
+            embeddings = dense_features(self.features, self.keys, tables, batch)
+            logits, _ = self.network.apply(
+                params, self.network.state, batch.dense, embeddings, train=True
+            )
+            losses = optax.sigmoid_binary_cross_entropy(logits, batch.labels)
+            weights = np.ones(batch.size) if batch.weights is None else batch.weights
+            total = weights.sum()
+            return jnp.sum(weights * losses) / (total if total else 1)
+
+        @jax.jit
+        def run(params, opt_state, tables, states):
+            value, (grads, row_grads) = jax.value_and_grad(loss, (0, 1))(params, tables)
+            updates, opt_state = self.tx.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            moved = {
+                name: update(
+                    spec.optimizer,
+                    tables[name],
+                    states[name],
+                    row_grads[name],
+                    named[name],
+                )
+                for name, spec in self.specs.items()
+            }
+            tables = {name: table for name, (table, _) in moved.items()}
+            return (
+                value,
+                params,
+                opt_state,
+                tables,
+                {n: s for n, (_, s) in moved.items()},
+            )
+
+        named = self._named(batch)
+        value, self.params, self.opt_state, self.tables, self.states = run(
+            self.params, self.opt_state, self.tables, self.states
+        )
+        return float(value)
+
+    def _named(self, batch: Batch) -> dict[str, np.ndarray]:
+        values = dict(zip(batch.fixed_names, batch.fixed, strict=True)) | batch.jagged
+        named = {n: np.zeros(len(k), bool) for n, k in self.keys.items()}
+        for name, spec in self.features.items():
+            bags = values[name]
+            flat = bags.values if isinstance(bags, Jagged) else bags
+            rows = bag_rows(self.keys[spec.table.name], flat)
+            named[spec.table.name][rows[rows >= 0]] = True
+        return named
+
+
+def first_rows(features, keys, seed: int = 0) -> dict[str, np.ndarray]:
+    """The first values of rows by table name, as a collection on one device has them."""
+    one_reader = {spec.table.name: name for name, spec in features.items()}
+    readers = {name: features[name] for name in one_reader.values()}
+    collection = EmbeddingCollection(readers, mesh=make_mesh("1x1"), seed=seed)
+    batch = max(len(k) for k in keys.values())
+    bags = {}
+    for table, name in one_reader.items():
+        lengths = np.zeros(batch, np.int32)
+        lengths[: len(keys[table])] = 1
+        bags[name] = Jagged(keys[table], lengths)
+    plan = collection.plan(bags, batch, train=True)
+    state = collection.apply_fills(collection.init(), plan)
+    found = {t: collection.read_rows(state, t, k) for t, k in keys.items()}
+    assert all(rows["found"].all() for rows in found.values())
+    return {table: rows["rows"] for table, rows in found.items()}
+
+
+def embed_batch(collection, state, values, batch: int, *, train: bool = False) -> dict:
+    """What a model would get of a batch: vectors by feature, all devices in order.
+
+    Args:
+      collection: the tables.
+      state: its `EmbeddingState`; a training plan is not applied to it.
+      values: by feature, as of `EmbeddingCollection.plan`.
+      batch: examples.
+      train: of the plan.
+    """
+    return run_plan(
+        collection, state, collection.plan(values, batch, train=train), batch
+    )
+
+
+def run_plan(collection, state, plan, batch: int) -> dict:
+    """As `embed_batch`, for a plan that has been made."""
+    packed, layout = pack(collection.devices, plan.examples, plan.groups, plan.arrays)
+    axes = jax.P(collection.axes)
+
+    def local(state, packed):
+        arrays = layout.unpack(packed[0])
+        rows = collection.gather_rows(state, arrays)
+        blocks = collection.embed(rows, arrays, layout)
+        return split_features(layout, blocks, sequence_masks(layout, arrays))
+
+    specs = (collection.state_spec(), axes)
+    run = jax.shard_map(
+        local, mesh=collection.mesh, in_specs=specs, out_specs=axes, check_vma=False
+    )
+    return jax.tree.map(lambda x: np.asarray(x)[:batch], jax.jit(run)(state, packed))
