@@ -7,7 +7,6 @@ from typing import Literal, TypedDict, Unpack
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from shardjax.data.dense import DenseTransform, check_dense_transform
 from shardjax.data.text import check_separator
@@ -31,7 +30,7 @@ _ID_NAME = re.compile(
     r"|customer|member)ids?"
 )
 _TIME_NAME = re.compile(r"(.*_)?(time|timestamp|ts|date|datetime|day|unixtime)(_.*)?")
-_TIME_TEXT = r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d.*)?$"
+_TIME_TEXT = re.compile(rb"\d{4}-\d\d-\d\d([ T]\d\d:\d\d.*)?")
 _ROW_NAME = re.compile(r"|index|row|row_?id|row_?number|unnamed: 0|id|column_\d+")
 
 
@@ -186,18 +185,23 @@ def infer_columns(
       price    dense        number   numbers
     """
     names = list(sample.schema.names)
+    unknown = sorted(options.keys() - TableOptions.__annotations__.keys())
+    if unknown:
+        raise TypeError(
+            f"there is no option {unknown[0]!r} for columns, only: "
+            + ", ".join(TableOptions.__annotations__)
+        )
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ValueError(f"column names must differ, got {twice[0]!r} twice")
-    separator = options.pop("bag_separator", "|")
+    separator = options.get("bag_separator", "|")
     check_separator(separator, "bag_separator")
-    transform = options.pop("dense_transform", "log")
+    transform = options.get("dense_transform", "log")
     check_dense_transform(transform)
-    group = options.pop("group", None)
-    threshold = options.pop("label_threshold", None)
+    group = options.get("group")
     if group is not None and group not in names:
         raise ValueError(_not_there("group", group, names))
-    given = _given_kinds(names, **options)
+    given = _given_kinds(names, options)
     if "label" not in given.values():
         given[_infer_label(names, given)] = "label"
     columns = []
@@ -211,7 +215,9 @@ def infer_columns(
         else:
             kind, reason = _infer_kind(name, values, column, separator)
         columns.append(Column(name, kind, values, reason))
-    return Columns(tuple(columns), group, threshold, separator, transform)
+    return Columns(
+        tuple(columns), group, options.get("label_threshold"), separator, transform
+    )
 
 
 def check_names(path: str, names: Sequence[str], columns: Columns) -> None:
@@ -307,23 +313,15 @@ def is_text(type_: pa.DataType) -> bool:
     )
 
 
-def _given_kinds(
-    names,
-    *,
-    label=None,
-    dense=(),
-    categorical=(),
-    bags=(),
-    drop=(),
-    weight=None,
-) -> dict[str, Kind]:
+def _given_kinds(names: Sequence[str], options: TableOptions) -> dict[str, Kind]:
     """Turns the options round: column to kind."""
-    roles: dict[Kind, tuple] = {
+    label, weight = options.get("label"), options.get("weight")
+    roles: dict[Kind, tuple[str, Sequence[str]]] = {
         "label": ("label", [] if label is None else [label]),
-        "dense": ("dense", dense),
-        "categorical": ("categorical", categorical),
-        "bag": ("bags", bags),
-        "drop": ("drop", drop),
+        "dense": ("dense", options.get("dense", ())),
+        "categorical": ("categorical", options.get("categorical", ())),
+        "bag": ("bags", options.get("bags", ())),
+        "drop": ("drop", options.get("drop", ())),
         "weight": ("weight", [] if weight is None else [weight]),
     }
     given: dict[str, Kind] = {}
@@ -379,7 +377,7 @@ def _infer_kind(
     if len(column) == 0:
         return ("dense" if values == "number" else "categorical"), "no values yet"
     column = _plain(column)
-    different = pc.count_distinct(column).as_py()
+    different = len(column.unique())
     if len(column) >= _MANY and different == len(column):
         if _ROW_NAME.fullmatch(name.lower()):
             return "drop", "every row has another value"
@@ -409,9 +407,10 @@ def _infer_kind(
 
 
 def _infer_text(column, separator: str) -> tuple[Kind, str]:
-    if pc.any(pc.match_substring(column, separator)).as_py():
+    texts = column.unique().to_pylist()
+    if any(separator.encode() in text for text in texts):
         return "bag", f"text with {separator!r} in it"
-    if pc.all(pc.match_substring_regex(column, _TIME_TEXT)).as_py():
+    if all(map(_TIME_TEXT.fullmatch, texts)):
         return "drop", "dates; convert them to use them"
     return "categorical", "text"
 

@@ -7,7 +7,6 @@ from typing import Unpack
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from shardjax.data.batch import Batch
 from shardjax.data.columns import Columns, TableOptions, check_names, infer_columns
@@ -24,7 +23,7 @@ from shardjax.data.rows import TextColumn, make_batch
 from shardjax.data.source import OnBadLine, check_on_bad_line
 from shardjax.data.text import Cells, are_integers, parse_keys, parse_numbers
 
-_TRUTH = {b"true", b"false", b"True", b"False", b"TRUE", b"FALSE"}
+_TRUTH = {None, b"true", b"false", b"True", b"False", b"TRUE", b"FALSE"}
 
 
 def csv(
@@ -238,10 +237,10 @@ def _typed(cells: Cells) -> pa.Array:
         return texts
     if (are_integers(cells) | empty).all():
         keys = parse_keys(cells)
-        if not pc.any(pc.starts_with(texts, b"-")).as_py():
-            return pa.array(keys, mask=empty)
-        return pa.array(keys.view(np.int64), mask=empty)
-    if set(pc.unique(texts.drop_null()).to_pylist()) <= _TRUTH:
+        if (cells.data[cells.starts[~empty]] == ord("-")).any():
+            keys = keys.view(np.int64)
+        return pa.array(keys, mask=empty)
+    if set(texts.unique().to_pylist()) <= _TRUTH:
         return texts.cast(pa.string()).cast(pa.bool_())
     numbers, wrong = parse_numbers(cells)
     return texts if wrong.any() else pa.array(numbers, from_pandas=True)

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import BinaryIO, TypeVar
+from io import BufferedIOBase
+from typing import TypeVar
 
 import numba
 import numpy as np
@@ -75,7 +76,7 @@ def find_files(paths: Paths) -> tuple[str, ...]:
     return tuple(found)
 
 
-def open_bytes(path: str) -> BinaryIO:
+def open_bytes(path: str) -> BufferedIOBase:
     """Opens a file to read bytes, unpacking it if it is gzip, whatever its name.
 
     Args:
@@ -261,12 +262,12 @@ def map_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def _fill(path: str, file: BinaryIO, buffer: np.ndarray) -> int:
+def _fill(path: str, file: BufferedIOBase, buffer: np.ndarray) -> int:
     """Reads until the buffer is full or the file ends; returns the bytes read."""
     filled = 0
     try:
         while filled < len(buffer):
-            count = file.readinto(memoryview(buffer)[filled:])
+            count = file.readinto(buffer.data[filled:])
             if not count:
                 break
             filled += count

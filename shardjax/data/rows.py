@@ -129,7 +129,8 @@ class ArrowColumn:
         if is_list(array.type):
             # Null lists may span values that flatten leaves out, so it comes first.
             values, wrong = ArrowColumn(array.flatten()).keys()
-            lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
+            lengths = pc.call_function("list_value_length", [array])
+            lengths = lengths.fill_null(0).to_numpy()
             if wrong is not None:
                 rows = np.repeat(np.arange(len(array)), lengths)
                 wrong = np.bincount(rows[wrong], minlength=len(array)) > 0

@@ -163,7 +163,7 @@ def parse_numbers(cells: Cells) -> tuple[np.ndarray, np.ndarray]:
     values, unsure = _parse_numbers(cells.data, cells.starts, cells.stops)
     wrong = np.zeros(len(values), bool)
     for at in np.flatnonzero(unsure):
-        values[at], wrong[at] = _parse_rare(cells[at].strip(" \t"))
+        values[at], wrong[at] = _parse_rare(cells[int(at)].strip(" \t"))
     return values, wrong
 
 

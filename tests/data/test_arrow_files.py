@@ -92,7 +92,8 @@ def test_a_log_in_every_format(stored):
         "unused": [{"a": 1}] * ROWS,
     }
     source = stored(table, chunk_rows=5, dense=["count"], categorical=["item"])
-    assert isinstance(source, Source)
+    protocol: type = Source
+    assert isinstance(source, protocol)
     assert source.n_dense == 1
     assert source.feature_names == ("item", "city", "tags", "words")
     assert source.columns.names("drop") == ("unused",)
@@ -100,7 +101,7 @@ def test_a_log_in_every_format(stored):
     assert batch.feature_names == source.feature_names
     assert batch.labels.tolist() == (NUMBERS % 2).tolist()
     logs = [0, -math.log(2), *np.log1p(np.arange(28))]
-    np.testing.assert_array_equal(batch.dense[:, 0], np.float32(logs))
+    np.testing.assert_array_equal(batch.dense[:, 0], np.array(logs, np.float32))
     assert batch.fixed[0].tolist() == [2**64 - 1, MISSING_KEY, *range(28)]
     cities = [key("Rome"), MISSING_KEY, *[key("Oslo")] * 28]
     assert batch.fixed[1].tolist() == cities
@@ -162,6 +163,7 @@ KEYS = {
 def test_keys_of_every_type(stored, values, keys):
     batch = one(stored, values, categorical=["x"], group="x")
     assert batch.fixed[0].tolist() == keys
+    assert batch.groups is not None
     assert batch.groups.tolist() == keys
     # As a bag: one key, or none where it is missing; an empty string is none either.
     bags = one(stored, values, bags=["x"]).jagged["x"]

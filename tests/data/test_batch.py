@@ -63,6 +63,8 @@ def minimal(**changes):
 
 def test_arrays_are_coerced_to_the_documented_dtypes():
     batch = make_batch()
+    assert batch.weights is not None
+    assert batch.groups is not None
     assert batch.labels.dtype == batch.dense.dtype == batch.weights.dtype == np.float32
     assert batch.fixed.dtype == batch.groups.dtype == np.uint64
     assert (batch.size, batch.n_dense) == (5, 3)
@@ -160,7 +162,9 @@ def test_cut_and_joined_again_is_the_same_with_its_count_of_bad_lines():
 
 
 def test_batches_without_rows_or_features_work():
-    empty = Batch([], np.zeros((0, 0)), np.zeros((0, 0), np.uint64), bad_lines=3)
+    empty = Batch(
+        np.array([]), np.zeros((0, 0)), np.zeros((0, 0), np.uint64), bad_lines=3
+    )
     assert empty.size == 0
     assert empty.feature_names == ()
     assert Batch.concat([empty, empty]).bad_lines == 6

@@ -184,7 +184,11 @@ def test_a_label_that_is_not_clear_must_be_named():
         ({"bags": "tags"}, TypeError, r"`bags` must be a list .* Give \['tags'\]"),
         ({"bag_separator": ""}, ValueError, "`bag_separator` must be one ASCII"),
         ({"dense_transform": "x"}, ValueError, "`dense_transform` must be 'log' or"),
-        ({"labels": ["label"]}, TypeError, "labels"),
+        (
+            {"labels": ["y"]},
+            TypeError,
+            "there is no option 'labels' for columns, only: l",
+        ),
     ],
 )
 def test_wrong_options_are_refused(options, error, match):

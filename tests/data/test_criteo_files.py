@@ -4,6 +4,7 @@ import gzip
 import math
 import random
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -233,8 +234,7 @@ def test_files_come_in_order_and_errors_name_the_right_one(tmp_path, lines):
     write(tmp_path / "day_10.tsv.gz", lines[100:], final=False)
     pattern = f"{tmp_path}/day_*"
     check(read(pattern, block_bytes=2000), lines)
-    with gzip.open(tmp_path / "day_11.tsv.gz", "wb") as file:
-        file.write(b"bad")
+    (tmp_path / "day_11.tsv.gz").write_bytes(gzip.compress(b"bad"))
     with pytest.raises(ValueError, match=r"day_11.tsv.gz, line 1: expected 40 fields"):
         read(pattern)
 
@@ -289,10 +289,11 @@ def test_wrong_options_are_refused(tmp_path):
         criteo(tmp_path / "none.tsv")
     path = tmp_path / "a.tsv"
     path.touch()
+    wrong: Any = "warn"
     with pytest.raises(ValueError, match="`on_bad_line` must be 'error' or 'skip'"):
-        criteo(path, on_bad_line="warn")
+        criteo(path, on_bad_line=wrong)
     with pytest.raises(ValueError, match="`dense_transform` must be 'log' or 'none'"):
-        criteo(path, dense_transform="sqrt")
+        criteo(path, dense_transform=wrong)
     with pytest.raises(ValueError, match="`threads` must be positive, got 0"):
         list(criteo(path, threads=0).chunks())
     with pytest.raises(ValueError, match="`block_bytes` must be positive, got -1"):

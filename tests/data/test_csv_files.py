@@ -5,6 +5,7 @@ import gzip
 import io
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,7 +208,7 @@ def test_a_bad_row_is_an_error_with_its_line(tmp_path, row, message, block_bytes
     # The header, 10 rows of 3 lines each and a blank line come before.
     text = "click,item,city,price,tags\n" + GOOD * 10 + "\n" + row + "\n" + GOOD
     path = write(tmp_path / "log.csv", text)
-    options = {"dense": ["price"], "bags": ["tags"], "categorical": ["item"]}
+    options: Any = {"dense": ["price"], "bags": ["tags"], "categorical": ["item"]}
     source = csv(path, block_bytes=block_bytes, **options)
     with pytest.raises(ValueError, match=rf"log.csv, line 33[:,] .*{message}") as error:
         list(source.chunks())
@@ -251,6 +252,8 @@ def test_weights_groups_and_thresholds(tmp_path):
     options = {"label": "rating", "weight": "w", "group": "user_id", "dense": ["x"]}
     batch = read(path, label_threshold=4, dense_transform="none", **options)
     assert batch.labels.tolist() == [1, 0, 1]
+    assert batch.weights is not None
+    assert batch.groups is not None
     assert batch.weights.tolist() == [0.5, 2, 1]
     assert batch.groups.tolist() == [7, 8, 7]
     assert batch.dense[:, 0].tolist() == [-1, 0, 3]
@@ -310,18 +313,22 @@ def test_a_pass_can_start_at_any_chunk(tmp_path, threads):
 
 def test_wrong_options_are_refused(tmp_path):
     path = write(tmp_path / "log.csv", LOG)
+    wrong: Any = {"on_bad_line": "warn"}
     with pytest.raises(FileNotFoundError, match="no such file: .*none.csv"):
         csv(tmp_path / "none.csv")
     with pytest.raises(ValueError, match="`on_bad_line` must be 'error' or 'skip'"):
-        csv(path, on_bad_line="warn")
+        csv(path, **wrong)
     with pytest.raises(ValueError, match="`delimiter` must be one ASCII character"):
         csv(path, delimiter="||")
     with pytest.raises(ValueError, match="`quote` must be one ASCII character"):
         csv(path, quote="")
     with pytest.raises(ValueError, match="`quote` and `delimiter` must differ"):
         csv(path, delimiter='"')
-    with pytest.raises(TypeError, match="labels"):
-        csv(path, labels="click")
+    wrong = {"labels": "click"}
+    with pytest.raises(
+        TypeError, match="there is no option 'labels' for columns, only"
+    ):
+        csv(path, **wrong)
 
 
 def test_where_rows_end_and_rows_agree():

@@ -4,6 +4,7 @@ import gzip
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,7 +189,7 @@ def test_a_threaded_map_left_early_stops_and_takes_few_items_ahead():
             yield i
 
     before = threading.active_count()
-    results = map_in_order(abs, items(), 3)
+    results: Any = map_in_order(abs, items(), 3)
     next(results)
     results.close()
     assert len(taken) <= 5
@@ -210,7 +211,9 @@ class Numbers:
     def chunks(self, start_chunk=0):
         self.passes += 1
         for i in range(start_chunk, 4):
-            yield Batch([i], np.zeros((1, 0)), np.zeros((0, 1), int), bad_lines=i)
+            yield Batch(
+                np.array([i]), np.zeros((1, 0)), np.zeros((0, 1), int), bad_lines=i
+            )
             if self.fail:
                 raise OSError("gone")
 
