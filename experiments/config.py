@@ -1,4 +1,4 @@
-"""Configs of programs: typed dataclasses from the command line, a dict or a TOML file.
+"""Configs of programs: typed dataclasses from the command line, a dict or TOML.
 
 A config is a tree of frozen dataclasses; a string under each field is its help text. The
 command line overrides the file given with ``--config``, and the file the defaults.

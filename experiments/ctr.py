@@ -1,0 +1,340 @@
+"""Train a click-through model on click logs, with embedding tables over a mesh.
+
+    python -m experiments.ctr --mesh 8x1                      synthetic clicks
+    python -m experiments.ctr --data.path 'day_*.tsv.gz'      Criteo logs
+    python -m experiments.ctr --data.path clicks.csv --data.label click
+
+Prints progress, and as the last line one JSON object with the result. On a host without
+enough devices the mesh is simulated on the CPU.
+"""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import optax
+from flax import nnx
+
+import shardjax as sj
+from experiments import config as configs
+from experiments.data import DataConfig, Opened, open_data
+from shardjax import embed, metrics, models, train, writers
+from shardjax.data import Loader
+from shardjax.embed import Index
+from shardjax.network import from_nnx
+from shardjax.state import TrainState, compute_metrics, init_state, stack_metrics
+
+log = logging.getLogger("experiments.ctr")
+
+MODELS = {
+    "lr": models.LogisticRegression,
+    "wide_deep": models.WideDeep,
+    "deepfm": models.DeepFM,
+    "dlrm": models.DLRM,
+    "dcn": models.DCN,
+}
+DENSE_OPTIMIZERS = {
+    "sgd": optax.sgd,
+    "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
+    "adagrad": optax.adagrad,
+    "adam": optax.adam,
+    "adamw": optax.adamw,
+    "lion": optax.lion,
+}
+ROW_OPTIMIZERS = {
+    **DENSE_OPTIMIZERS,
+    "adagrad": lambda rate: optax.adagrad(rate, initial_accumulator_value=0.0),
+    "rowwise_adagrad": embed.rowwise_adagrad,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The network."""
+
+    name: Literal["lr", "wide_deep", "deepfm", "dlrm", "dcn"] = "dlrm"
+    """Which network."""
+    dim: int = 16
+    """Numbers per embedding vector."""
+    init_scale: float = 0.01
+    """New embedding rows are uniform in [-init_scale, init_scale)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizers."""
+
+    dense: Literal["sgd", "momentum", "adagrad", "adam", "adamw", "lion"] = "adam"
+    """Optimizer of the network's parameters."""
+    dense_lr: float = 1e-3
+    """Its learning rate."""
+    rows: Literal[
+        "sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "adamw", "lion"
+    ] = "rowwise_adagrad"
+    """Optimizer of the embedding rows; a step moves only the rows it uses."""
+    rows_lr: float = 0.05
+    """Its learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run."""
+
+    mesh: str = "1x1"
+    """Devices along data x model, such as 8x1; a CPU host simulates those it lacks."""
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    batch_size: int = 2048
+    """Examples per step, over all devices."""
+    eval_batch_size: int = 8192
+    """Examples per evaluation step."""
+    epochs: int = 1
+    """Passes over the training rows."""
+    steps: int | None = None
+    """Stop after this many steps."""
+    seed: int = 0
+    """Of the initial values of network and rows, and of the synthetic clicks."""
+    microbatch_size: int | None = None
+    """Examples per device through the network at a time; 512 on a CPU, else all."""
+    planner_threads: int = 1
+    """Host threads that look up keys."""
+    log_every: int = 50
+    """Steps between lines in metrics.jsonl."""
+    out: Path | None = None
+    """Folder for the config, metrics.jsonl, TensorBoard events and curves.png."""
+
+    def __post_init__(self):
+        sj.MeshShape.parse(self.mesh)
+        for name in ("batch_size", "eval_batch_size", "epochs", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"`{name}` must be positive, got {getattr(self, name)}"
+                )
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"`steps` must be positive, got {self.steps}")
+
+
+def main(config: Config) -> dict[str, Any]:
+    """Runs the experiment.
+
+    Args:
+      config: all settings.
+
+    Returns:
+      The result: what the program prints as its last line.
+    """
+    started = time.perf_counter()
+    sj.ensure_devices(config.mesh)
+    mesh = sj.make_mesh(config.mesh)
+    data = open_data(config.data, config.seed)
+    log.info("%s", data.description)
+    collection, network = build(config, data, mesh)
+    users = Index() if data.has_groups else None
+    tx = DENSE_OPTIMIZERS[config.optim.dense](config.optim.dense_lr)
+    state = init_state(network, tx, collection, train_metrics())
+    microbatch = config.microbatch_size
+    if microbatch is None and jax.default_backend() == "cpu":
+        microbatch = 512
+    step = train.make_train_step(network, tx, collection, microbatch_size=microbatch)
+    loader = Loader(
+        data.train,
+        config.batch_size,
+        shuffle_seed=config.data.shuffle_seed,
+        map=lambda batch: train.prepare(collection, batch, train=True),
+    )
+    result: dict[str, Any] = {
+        "experiment": "ctr",
+        "mesh": config.mesh,
+        "devices": mesh.size,
+        "model": config.model.name,
+        "rows": data.train_rows,
+    }
+    with open_writers(config) as writer:
+        run = Run(config, collection, state, step, loader, writer, data.train_rows)
+        result |= run.loop()
+        state = run.state
+        evaluator = train.make_eval_step(network, collection)
+        result |= evaluate(config, data, collection, state, evaluator, users)
+        writer.write(result["steps"], {k: v for k, v in result.items() if "/" in k})
+        rows = run.rows
+    result["seconds"] = round(time.perf_counter() - started, 2)
+    if config.out is not None:
+        writers.curves(config.out / "curves.png", rows)
+        (config.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def build(config: Config, data: Opened, mesh):
+    """The tables and the network for the features of the data."""
+    model = MODELS[config.model.name]
+    rows = ROW_OPTIMIZERS[config.optim.rows](config.optim.rows_lr)
+    initializer = embed.uniform(config.model.init_scale)
+    features = {}
+    for name in data.features:
+        table = embed.TableSpec(
+            name,
+            dim=model.row_dim(config.model.dim),
+            optimizer=rows,
+            initializer=initializer,
+        )
+        combiner = "mean" if name in data.bags else "sum"
+        features[name] = embed.FeatureSpec(table, combiner=combiner)
+    collection = embed.EmbeddingCollection(
+        features,
+        mesh=mesh,
+        seed=config.seed,
+        device_rows=max(65536 // mesh.size, 1024),
+        threads=config.planner_threads,
+    )
+    network = model(
+        features=tuple(features),
+        n_dense=data.n_dense,
+        dim=config.model.dim,
+        rngs=nnx.Rngs(config.seed),
+    )
+    return collection, from_nnx(network)
+
+
+def train_metrics() -> dict[str, metrics.Metric]:
+    """What training measures between two log lines."""
+    return {"loss": metrics.LogLoss(), "auc": metrics.AUC()}
+
+
+class Run:
+    """The training loop, and what it writes on the way."""
+
+    def __init__(self, config, collection, state, step, loader, writer, rows):
+        self.config = config
+        self.collection = collection
+        self.state: TrainState = state
+        self.step = step
+        self.loader = loader
+        self.writer = writer
+        self.rows: list[dict[str, float]] = []
+        steps = -(-rows // config.batch_size) * config.epochs
+        self.total_steps = min(steps, config.steps or steps)
+
+    def loop(self) -> dict[str, Any]:
+        """Trains, and returns its part of the result."""
+        config = self.config
+        counters: dict[str, float] = {}
+        taken = examples = 0
+        recent: dict[str, float] = {}
+        self.started = mark = time.perf_counter()
+        wait = 0.0
+        bar = writers.ProgressBar(self.total_steps, batch_size=config.batch_size)
+        with bar:
+            for batch in self.batches():
+                self.state, info = self.step(self.state, batch)
+                taken += 1
+                examples += batch.size
+                train.add_counters(counters, batch.counters)
+                train.add_counters(recent, batch.counters)
+                if taken == 1:
+                    jax.block_until_ready(info["loss"])
+                    after_first = time.perf_counter()
+                if taken % config.log_every == 0 or taken == self.total_steps:
+                    jax.block_until_ready(info["loss"])
+                    now = time.perf_counter()
+                    row = self.read_metrics()
+                    row["train/examples_per_s"] = recent["examples"] / (now - mark)
+                    row |= {f"planner/{k}": v for k, v in recent.items()}
+                    row["loader/wait_s"] = self.loader.wait_seconds - wait
+                    wait = self.loader.wait_seconds
+                    self.writer.write(taken, row)
+                    self.rows.append({"step": taken, **row})
+                    bar.write(taken, row)
+                    mark, recent = time.perf_counter(), {}
+                if taken == self.total_steps:
+                    break
+        if not taken:
+            raise ValueError("there are no training rows: see --data.path")
+        ended = time.perf_counter()
+        steady = max(examples - min(config.batch_size, examples), 1)
+        return {
+            "steps": taken,
+            "examples": examples,
+            "examples_per_s": round(steady / max(ended - after_first, 1e-9)),
+            "train_seconds": round(ended - self.started, 2),
+            **{f"planner/{k}": v for k, v in counters.items()},
+            "loader/wait_s": round(self.loader.wait_seconds, 3),
+            "unique_keys": sum(
+                len(self.collection.keys(t.spec.name))
+                for g in self.collection.groups
+                for t in g.tables
+            ),
+        }
+
+    def batches(self) -> Iterator[train.PreparedBatch]:
+        """The batches of all epochs."""
+        for _ in range(self.config.epochs):
+            yield from self.loader
+
+    def read_metrics(self) -> dict[str, float]:
+        """Training metrics since the last time, which start anew."""
+        values = compute_metrics(self.state.metrics)
+        fresh = stack_metrics(train_metrics(), self.collection.mesh)
+        self.state = self.state.replace(metrics=fresh)
+        return {f"train/{name}": value for name, value in values.items()}
+
+
+def evaluate(config, data: Opened, collection, state, step, users) -> dict[str, Any]:
+    """Evaluates, and returns its part of the result."""
+    measures: dict[str, metrics.Metric] = {
+        "auc": metrics.AUC(),
+        "logloss": metrics.LogLoss(),
+        "normalized_entropy": metrics.NormalizedEntropy(),
+        "calibration": metrics.Calibration(),
+        "accuracy": metrics.Accuracy(),
+    }
+    if data.eval is None:
+        return {f"eval/{name}": None for name in measures}
+    if users is not None:
+        measures["gauc"] = metrics.GAUC(groups=data.eval_rows)
+    loader = Loader(
+        data.eval,
+        config.eval_batch_size,
+        map=lambda b: train.prepare(collection, b, train=False, groups=users),
+    )
+    found, counters = train.evaluate(step, state, loader, measures, collection.mesh)
+    result = {f"eval/{k}": v for k, v in compute_metrics(found).items()}
+    result["eval/examples"] = counters.get("examples", 0)
+    result["eval/unseen"] = counters.get("unseen", 0)
+    result |= {f"bayes/{k}": v for k, v in data.bayes().items()}
+    return result
+
+
+def open_writers(config: Config) -> writers.MultiWriter:
+    """Writers of the run's metrics; `--out` makes the files."""
+    if config.out is None:
+        return writers.MultiWriter([])
+    config.out.mkdir(parents=True, exist_ok=True)
+    resolved = json.dumps(configs.to_dict(config), indent=2, default=str)
+    (config.out / "config.json").write_text(resolved + "\n")
+    return writers.MultiWriter(
+        [
+            writers.JsonlWriter(config.out / "metrics.jsonl"),
+            writers.TensorBoardWriter(config.out),
+        ]
+    )
+
+
+def from_anything(values: dict[str, Any]) -> Config:
+    """A config from nested dicts; an unknown key is an error that names the nearest."""
+    return configs.from_dict(Config, values)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(name)s: %(message)s", stream=sys.stderr)
+    for ours in ("experiments", "shardjax"):
+        logging.getLogger(ours).setLevel(logging.INFO)
+    summary = (__doc__ or "").partition("\n")[0]
+    parsed = configs.from_command_line(Config, "python -m experiments.ctr", summary)
+    print(json.dumps(main(parsed)))
