@@ -23,6 +23,7 @@ from shardjax.data.rows import TextColumn, make_batch
 from shardjax.data.source import OnBadLine, check_on_bad_line
 from shardjax.data.text import Cells, are_integers, parse_keys, parse_numbers
 
+_FEW_CELLS = 64
 _TRUTH = {None, b"true", b"false", b"True", b"False", b"TRUE", b"FALSE"}
 
 
@@ -242,5 +243,10 @@ def _typed(cells: Cells) -> pa.Array:
         return pa.array(keys, mask=empty)
     if set(texts.unique().to_pylist()) <= _TRUTH:
         return texts.cast(pa.string()).cast(pa.bool_())
-    numbers, wrong = parse_numbers(cells)
-    return texts if wrong.any() else pa.array(numbers, from_pandas=True)
+    # A few cells tell most text from numbers; all of them would take long.
+    for stop in (_FEW_CELLS, len(cells)):
+        some = Cells(cells.data, cells.starts[:stop], cells.stops[:stop])
+        numbers, wrong = parse_numbers(some)
+        if wrong.any():
+            return texts
+    return pa.array(numbers, from_pandas=True)

@@ -14,7 +14,7 @@ from shardjax.data.columns import Columns, is_list, is_text
 from shardjax.data.dense import signed_log
 from shardjax.data.hashing import MISSING_KEY, hash_strings
 from shardjax.data.text import Cells, parse_bags, parse_keys, parse_numbers
-from shardjax.embed.jagged import Jagged, as_keys
+from shardjax.embed.jagged import Jagged
 
 _NOT_A_NUMBER = "is not a number"
 _NOT_FINITE = "is not finite in float32"
@@ -25,19 +25,22 @@ _MOST = np.finfo(np.float32).max
 class ColumnReader(Protocol):
     """Protocol: gives the values of a column as what its kind needs.
 
-    Each method also gives bool [rows], where a value is wrong, or None if none is.
+    Masks are bool [rows], or None if they hold nowhere.
     """
 
-    def numbers(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Reads float64 [rows], NaN where missing or wrong."""
+    def numbers(self) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """Reads numbers of any dtype, [rows].
+
+        Also where they are missing, as they also are where they are NaN; and wrong.
+        """
         ...
 
-    def keys(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Reads uint64 [rows], `MISSING_KEY` where missing."""
+    def write_keys(self, out: np.ndarray) -> np.ndarray | None:
+        """Writes uint64 [rows], `MISSING_KEY` where missing; says where it is wrong."""
         ...
 
     def bags(self, separator: str) -> tuple[Jagged, np.ndarray | None]:
-        """Reads bags of keys, empty where missing."""
+        """Reads bags of keys, empty where missing; and where they are wrong."""
         ...
 
     def show(self, row: int) -> str:
@@ -55,13 +58,14 @@ class TextColumn:
 
     cells: Cells
 
-    def numbers(self) -> tuple[np.ndarray, np.ndarray | None]:
+    def numbers(self) -> tuple[np.ndarray, None, np.ndarray]:
         """Reads float64 [rows], NaN where missing or wrong; and where it is wrong."""
-        return parse_numbers(self.cells)
+        values, wrong = parse_numbers(self.cells)
+        return values, None, wrong
 
-    def keys(self) -> tuple[np.ndarray, None]:
-        """Reads uint64 [rows]; no text is wrong."""
-        return parse_keys(self.cells), None
+    def write_keys(self, out: np.ndarray) -> None:
+        """Writes uint64 [rows]; no text is wrong."""
+        out[:] = parse_keys(self.cells)
 
     def bags(self, separator: str) -> tuple[Jagged, None]:
         """Reads bags of keys; no text is wrong."""
@@ -93,42 +97,44 @@ class ArrowColumn:
             array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
         )
 
-    def numbers(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Reads float64 [rows], NaN where missing or wrong; and where it is wrong."""
+    def numbers(self) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """Reads numbers [rows], where they are missing, and where they are wrong."""
         array = self._array
         if pa.types.is_null(array.type):
-            return np.full(len(array), np.nan), None
+            return np.full(len(array), np.nan), None, None
         if _is_text_array(array):
-            return parse_numbers(self._cells())
-        values = _raw(array).astype(np.float64)
-        if self._missing is not None:
-            values[self._missing] = np.nan
-        return values, None
+            values, wrong = parse_numbers(self._cells())
+            return values, None, wrong
+        return _raw(array), self._missing, None
 
-    def keys(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Reads uint64 [rows]; a float that is no whole number is wrong."""
+    def write_keys(self, out: np.ndarray) -> np.ndarray | None:
+        """Writes uint64 [rows]; a float that is no whole number is wrong."""
         array = self._array
         if pa.types.is_null(array.type) or _is_text_array(array):
-            return hash_strings(array), None
-        keys = _raw(array)
+            out[:] = hash_strings(array)
+            return None
+        values = _raw(array)
         missing = self._missing
         wrong = None
-        if keys.dtype.kind == "f":
-            nan = np.isnan(keys)
+        if values.dtype.kind == "f":
+            nan = np.isnan(values)
             missing = nan if missing is None else nan | missing
-            wrong = ~missing & ~((np.trunc(keys) == keys) & (np.abs(keys) < 2.0**53))
-            keys = np.where(missing | wrong, 0, keys).astype(np.int64)
-        keys = as_keys(keys)
+            whole = (np.trunc(values) == values) & (np.abs(values) < 2.0**53)
+            wrong = ~missing & ~whole
+            values = np.where(whole, values, 0).astype(np.int64)
+        # A signed key keeps its bits.
+        np.copyto(out if values.dtype.kind == "u" else out.view(np.int64), values)
         if missing is not None:
-            keys = np.where(missing, np.uint64(MISSING_KEY), keys)
-        return keys, wrong if wrong is not None and wrong.any() else None
+            np.copyto(out, np.uint64(MISSING_KEY), where=missing)
+        return wrong
 
     def bags(self, separator: str) -> tuple[Jagged, np.ndarray | None]:
         """Reads bags: lists, text between separators, or one key or none."""
         array = self._array
         if is_list(array.type):
-            # Null lists may span values that flatten leaves out, so it comes first.
-            values, wrong = ArrowColumn(array.flatten()).keys()
+            # Null lists may span values; flatten leaves them out.
+            flat = array.flatten()
+            values, wrong = _keys_of(ArrowColumn(flat), len(flat))
             lengths = pc.call_function("list_value_length", [array])
             lengths = lengths.fill_null(0).to_numpy()
             if wrong is not None:
@@ -137,7 +143,7 @@ class ArrowColumn:
             return Jagged(values, lengths), wrong
         if _is_text_array(array):
             return Jagged(*parse_bags(self._cells(), separator, integers=False)), None
-        values, wrong = self.keys()
+        values, wrong = _keys_of(self, len(array))
         present = array.is_valid().to_numpy(zero_copy_only=False)
         if pa.types.is_floating(array.type):
             present &= ~np.isnan(_raw(array))
@@ -201,42 +207,47 @@ def make_batch(
     """
     wrong = _WrongRows(size)
 
-    def numbers_of(name: str, missing: str = "") -> np.ndarray:
-        values, bad = readers[name].numbers()
+    def required_numbers(name: str, rule: str) -> np.ndarray:
+        values, missing, bad = readers[name].numbers()
+        values = values.astype(np.float64)
         wrong.add(name, bad, _NOT_A_NUMBER)
-        if missing:
-            wrong.add(name, np.isnan(values), missing)
+        wrong.add(name, missing, rule)
+        wrong.add(name, np.isnan(values), rule)
         wrong.add(name, np.abs(values) > _MOST, _NOT_FINITE)
         return values
 
-    def keys_of(name: str) -> np.ndarray:
-        keys, bad = readers[name].keys()
-        wrong.add(name, bad, _NOT_A_KEY)
-        return keys
-
-    labels = numbers_of(columns.label, "is missing, and a label may not be")
+    labels = required_numbers(columns.label, "is missing, and a label may not be")
     if columns.label_threshold is not None:
         labels = labels >= columns.label_threshold
     dense_names = columns.names("dense")
     dense = np.empty((size, len(dense_names)), np.float32)
     for at, name in enumerate(dense_names):
-        values, bad = readers[name].numbers()
+        out = dense[:, at]
+        values, missing, bad = readers[name].numbers()
         wrong.add(name, bad, _NOT_A_NUMBER)
-        if not _write_dense(values, columns.dense_transform == "log", dense[:, at]):
-            wrong.add(name, ~np.isfinite(dense[:, at]), _NOT_FINITE)
+        finite = _write_dense(values, columns.dense_transform == "log", out)
+        if missing is not None:
+            np.copyto(out, 0, where=missing)
+        if not finite:
+            wrong.add(name, ~np.isfinite(out), _NOT_FINITE)
     fixed_names = columns.names("categorical")
     fixed = np.empty((len(fixed_names), size), np.uint64)
     for at, name in enumerate(fixed_names):
-        fixed[at] = keys_of(name)
+        wrong.add(name, readers[name].write_keys(fixed[at]), _NOT_A_KEY)
     jagged = {}
     for name in columns.names("bag"):
         jagged[name], bad = readers[name].bags(columns.bag_separator)
         wrong.add(name, bad, _NOT_A_KEY)
     weights = None
     if columns.weight is not None:
-        weights = numbers_of(columns.weight, "is missing, and a weight may not be")
+        weights = required_numbers(
+            columns.weight, "is missing, and a weight may not be"
+        )
         wrong.add(columns.weight, weights < 0, "is negative, and a weight may not be")
-    groups = None if columns.group is None else keys_of(columns.group)
+    groups = None
+    if columns.group is not None:
+        groups, bad = _keys_of(readers[columns.group], size)
+        wrong.add(columns.group, bad, _NOT_A_KEY)
 
     if wrong.any and not skip:
         row, name, rule = wrong.first()
@@ -273,6 +284,13 @@ class _WrongRows:
         return next((row, name, rule) for rows, name, rule in self._found if rows[row])
 
 
+def _keys_of(reader: ColumnReader, size: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Keys in an array of their own, and where they are wrong."""
+    keys = np.empty(size, np.uint64)
+    wrong = reader.write_keys(keys)
+    return keys, wrong
+
+
 def _is_text_array(array: pa.Array) -> bool:
     return is_text(array.type) or isinstance(array, pa.DictionaryArray)
 
@@ -287,10 +305,10 @@ def _raw(array: pa.Array) -> np.ndarray:
 
 @numba.njit(nogil=True, cache=True)
 def _write_dense(values, log, out):
-    """Transforms float64 to float32, NaN to 0; says whether all results are finite."""
+    """Transforms numbers to float32, NaN to 0; says whether all results are finite."""
     finite = True
     for i in range(len(values)):
-        value = values[i]
+        value = np.float64(values[i])
         if np.isnan(value):
             out[i] = 0
         else:
