@@ -5,6 +5,7 @@ import gzip
 import io
 import math
 import random
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -360,3 +361,15 @@ def test_lines_are_counted_after_quotes_are_undone(tmp_path):
     assert guess_delimiter(block) == ","
     with pytest.raises(ValueError, match="a.csv, line 7, column 'y'"):
         read(path)
+
+
+def test_memory_is_bounded_by_the_block(tmp_path):
+    path = write(tmp_path / "a.csv", "y,a,b\n" + "1,123456,some text\n" * 200_000)
+    source = csv(path, block_bytes=1 << 16, categorical=["a"], drop=["b"])
+    next(source.chunks())
+    tracemalloc.start()
+    rows = sum(chunk.size for chunk in source.chunks())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert rows == 200_000
+    assert peak < 1 << 20
