@@ -10,8 +10,10 @@ from shardjax.data.hashing import (
     hash_bytes as hash_bytes,
     hash_strings as hash_strings,
 )
+from shardjax.data.libsvm_files import libsvm as libsvm
 from shardjax.data.loader import Loader as Loader
 from shardjax.data.shuffling import rebatch as rebatch, shuffle as shuffle
+from shardjax.data.slot_files import slots as slots
 from shardjax.data.source import InMemory as InMemory, Source as Source
 from shardjax.data.split import (
     count_rows as count_rows,
