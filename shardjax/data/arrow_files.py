@@ -10,13 +10,13 @@ from typing import Literal, NamedTuple, Unpack
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from shardjax.data.arrow_types import values_of
 from shardjax.data.batch import Batch
 from shardjax.data.columns import (
     Columns,
     TableOptions,
     check_names,
     infer_columns,
-    values_of,
 )
 from shardjax.data.files import Paths, find_files, map_in_order, open_bytes
 from shardjax.data.rows import ArrowColumn, make_batch

@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from shardjax.data.arrow_types import is_list, is_text
 from shardjax.data.batch import Batch
-from shardjax.data.columns import Columns, is_list, is_text
+from shardjax.data.columns import Columns
 from shardjax.data.dense import signed_log
 from shardjax.data.hashing import MISSING_KEY, hash_strings
 from shardjax.data.text import Cells, parse_bags, parse_keys, parse_numbers

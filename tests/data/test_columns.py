@@ -8,7 +8,8 @@ import pyarrow as pa
 import pytest
 
 from shardjax.data import infer_columns
-from shardjax.data.columns import check_names, values_of
+from shardjax.data.arrow_types import values_of
+from shardjax.data.columns import check_names
 
 ROWS = 1000
 RNG = np.random.default_rng(0)
