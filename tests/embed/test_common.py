@@ -62,7 +62,7 @@ UNWEIGHTED_READERS = {c: (c, "bags") for c in ("sum", "mean", "sqrtn")}
 TABLES = {table: READERS for table in OPTIMIZERS} | {UNWEIGHTED: UNWEIGHTED_READERS}
 
 DIM = 3
-KEYS = wide_keys(40)
+KEYS = wide_keys(16)  # no device asks one owner for more: one program fits all
 SIZES = (14, 14, 14, 5)  # the last batch leaves devices without an example
 SEED = 11
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}  # float32, other orders of summation
@@ -116,8 +116,7 @@ def make_network() -> Network:
 def make_batches() -> list[Batch]:
     rng = np.random.default_rng(3)
     batches = []
-    for i, size in enumerate(SIZES):
-        longest = 4 if i else 6  # the first is the largest: one program fits all
+    for size in SIZES:
         fixed, jagged = {}, {}
         for table, readers in TABLES.items():
             for reader, (_, kind) in readers.items():
@@ -125,9 +124,7 @@ def make_batches() -> list[Batch]:
                 if kind == "fixed":
                     fixed[name] = rng.choice(KEYS[:9], size)
                 else:
-                    jagged[name] = random_bags(
-                        rng, size, KEYS, weighted=kind != "bags", longest=longest
-                    )
+                    jagged[name] = random_bags(rng, size, KEYS, weighted=kind != "bags")
         batches.append(
             Batch(
                 labels=rng.integers(0, 2, size),
@@ -187,7 +184,7 @@ def test_training_equals_the_reference(mesh, placement):
         found = collection.read_rows(state.tables, name, KEYS)
         named = np.isin(KEYS, collection.keys(name))
         np.testing.assert_array_equal(found["found"], named)
-        assert named.sum() > 30
+        assert named.sum() > 13
         expected_rows, expected_shared = group.optimizer.split(reference.states[name])
         pairs = zip(
             [found["rows"], *found["row_state"]],
