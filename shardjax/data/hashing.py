@@ -94,7 +94,8 @@ def hash_bytes(data: np.ndarray, offsets: np.ndarray) -> np.ndarray:
       >>> [hex(key) for key in hash_bytes(data, np.array([0, 3]))]
       ['0x44bc2cf5ad770999']
     """
-    data = np.ascontiguousarray(data, np.uint8)
+    data = np.ascontiguousarray(data, np.uint8).view()
+    data.flags.writeable = False  # As of `Cells`: one kernel serves both.
     offsets = np.ascontiguousarray(offsets, np.int64)
     if not len(offsets):
         raise ValueError("`offsets` must have n + 1 entries, got none")
@@ -132,22 +133,22 @@ def _hash_all(data, offsets):
     return keys
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@numba.njit(nogil=True, cache=True)
 def _rotate(x, bits):
     return (x << np.uint64(bits)) | (x >> np.uint64(64 - bits))
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@numba.njit(nogil=True, cache=True)
 def _round(accumulator, word):
     return _rotate(accumulator + word * _PRIME_2, 31) * _PRIME_1
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@numba.njit(nogil=True, cache=True)
 def _merge(hashed, accumulator):
     return (hashed ^ _round(np.uint64(0), accumulator)) * _PRIME_1 + _PRIME_4
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@numba.njit(nogil=True, cache=True)
 def _word_32(data, at):
     # Little-endian by construction; LLVM turns the shifts into one load.
     return (
@@ -158,7 +159,7 @@ def _word_32(data, at):
     )
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@numba.njit(nogil=True, cache=True)
 def _word_64(data, at):
     return _word_32(data, at) | _word_32(data, at + 4) << np.uint64(32)
 

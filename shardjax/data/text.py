@@ -221,7 +221,9 @@ def _parse_rare(text: str) -> tuple[float, bool]:
 def _parse_keys(data, starts, stops, integers):
     keys = np.empty(len(starts), np.uint64)
     for i in range(len(starts)):
-        keys[i] = _parse_key(data, starts[i], stops[i], integers)
+        # Positions as int64, so that all kernels share one compiled hash.
+        start, stop = np.int64(starts[i]), np.int64(stops[i])
+        keys[i] = _parse_key(data, start, stop, integers)
     return keys
 
 
@@ -240,7 +242,8 @@ def _parse_key(data, start, stop, integers):
 def _are_integers(data, starts, stops):
     found = np.empty(len(starts), np.bool_)
     for i in range(len(starts)):
-        found[i] = _parse_integer(data, starts[i], stops[i])[0]
+        start, stop = np.int64(starts[i]), np.int64(stops[i])
+        found[i] = _parse_integer(data, start, stop)[0]
     return found
 
 
