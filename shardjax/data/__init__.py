@@ -10,6 +10,7 @@ from shardjax.data.hashing import (
     hash_bytes as hash_bytes,
     hash_strings as hash_strings,
 )
+from shardjax.data.iterable import from_dicts as from_dicts
 from shardjax.data.libsvm_files import libsvm as libsvm
 from shardjax.data.loader import Loader as Loader
 from shardjax.data.shuffling import rebatch as rebatch, shuffle as shuffle
