@@ -56,8 +56,7 @@ def from_dict(cls: type[C], values: Mapping[str, Any], path: str = "") -> C:
         if dataclasses.is_dataclass(kind):
             if not isinstance(value, Mapping):
                 raise ConfigError(
-                    f"'{path}{key}' must be a table of {kind.__name__}'s keys, got"
-                    f" {value!r}"
+                    f"'{path}{key}' must be a table of options, got {value!r}"
                 )
             value = from_dict(kind, value, f"{path}{key}.")  # type: ignore[arg-type]
         else:
@@ -113,7 +112,7 @@ def from_command_line(
       args: None for those of the process.
     """
     words = list(sys.argv[1:] if args is None else args)
-    default = None
+    default: Any = None
     for i, word in enumerate(words):
         if word == "--config" or word.startswith("--config="):
             last = i + 1 if "=" in word else i + 2

@@ -100,14 +100,14 @@ def from_linen(
             " what module.init returned"
         )
     for name, key in (rngs or {}).items():
-        if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if not jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key):
             raise TypeError(
                 f"the key {name!r} of `rngs` must be one of jax.random.key, got an array"
                 f" of {key.dtype}. Use jax.random.key, or jax.random.wrap_key_data"
             )
-    variables = linen.meta.unbox(dict(variables))
-    params = variables.pop("params")
-    state = {"collections": variables}
+    collections: dict[str, Any] = linen.meta.unbox(dict(variables))
+    params = collections.pop("params")
+    state: dict[str, Any] = {"collections": collections}
     if rngs:
         state |= {"rngs": dict(rngs), "count": jax.numpy.zeros([], jax.numpy.uint32)}
 
@@ -116,13 +116,14 @@ def from_linen(
         collections = state["collections"]
         variables = {"params": params, **collections}
         if not train:
-            return module.apply(variables, dense, embeddings, **more), state
+            logits: Any = module.apply(variables, dense, embeddings, **more)
+            return logits, state
         if "rngs" in state:
             count = state["count"]
             keys = {k: jax.random.fold_in(v, count) for k, v in state["rngs"].items()}
             state = {**state, "count": count + 1}
             more["rngs"] = keys
-        logits, changed = module.apply(
+        logits, changed = module.apply(  # pyright: ignore[reportGeneralTypeIssues]
             variables, dense, embeddings, mutable=list(collections), **more
         )
         return logits, {**state, "collections": {**collections, **changed}}

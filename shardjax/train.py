@@ -74,7 +74,7 @@ def prepare(
     plan = collection.plan(features, size, train=train)
     devices, examples = collection.devices, plan.examples
 
-    def deal(x, dtype=np.float32):
+    def deal(x, dtype: type = np.float32):
         out = np.zeros((devices * examples, *x.shape[1:]), dtype)
         out[:size] = x
         return out.reshape(devices, examples, *x.shape[1:])

@@ -13,6 +13,7 @@ devices hold is a separate pytree, `EmbeddingState`, that goes in and out of fun
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,14 +106,7 @@ class EmbeddingCollection:
 
     def state_spec(self) -> EmbeddingState:
         """The PartitionSpec of every leaf of the state."""
-        return tuple(
-            SlabState(
-                self.spec(g),
-                [self.spec(g)] * len(g.optimizer.row_leaves),
-                [jax.P()] * g.optimizer.is_row.count(False),
-            )
-            for g in self.groups
-        )
+        return tuple(_slab_spec(g, self.spec(g)) for g in self.groups)
 
     def state_sharding(self) -> EmbeddingState:
         """The NamedSharding of every leaf of the state."""
@@ -347,6 +341,13 @@ class EmbeddingCollection:
         raise KeyError(f"no table is named {name!r}; the tables are {known}")
 
 
+def _slab_spec(group: Group, spec: Any) -> SlabState:
+    """A slab whose leaves are PartitionSpecs: `spec` for rows, copies for the rest."""
+    row_state: list[Any] = [spec] * len(group.optimizer.row_leaves)
+    shared: list[Any] = [jax.P()] * group.optimizer.is_row.count(False)
+    return SlabState(spec, row_state, shared)
+
+
 @partial(
     jax.jit,
     static_argnames=("group", "initializer", "mesh", "spec"),
@@ -363,11 +364,7 @@ def _fill_slab(
     spec: jax.P,
 ) -> SlabState:
     """Writes first values: int32 [owners * n] slots, uint32 [owners * n, 2] bits."""
-    slab_spec = SlabState(
-        spec,
-        [spec] * len(slab.row_state),
-        [jax.P()] * len(slab.shared),
-    )
+    slab_spec = _slab_spec(group, spec)
 
     @partial(
         jax.shard_map, mesh=mesh, in_specs=(slab_spec, spec, spec), out_specs=slab_spec

@@ -71,7 +71,7 @@ def _lookup(table, keys, slots):
         for j in range(start, stop):
             i = mix64(keys[j]) & mask
             home[j - start] = i
-            prefetch(table, i)
+            prefetch(table, i)  # pyright: ignore[reportCallIssue]
         for j in range(start, stop):
             key = keys[j]
             i = home[j - start]
@@ -96,7 +96,7 @@ def _insert(table, keys, slots):
         for j in range(start, stop):
             i = mix64(keys[j]) & mask
             home[j - start] = i
-            prefetch(table, i)
+            prefetch(table, i)  # pyright: ignore[reportCallIssue]
         for j in range(start, stop):
             key = keys[j]
             i = home[j - start]

@@ -86,7 +86,10 @@ def rowwise_adagrad(
         updates = jax.tree.map(step, accumulator, grads)
         return updates, RowwiseAdagradState(state.count + 1, accumulator)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(
+        init,
+        update,  # pyright: ignore[reportArgumentType]
+    )
 
 
 _NOT_ROWWISE = (
@@ -155,7 +158,8 @@ class RowOptimizer:
         state = self.join(row_state, shared)
         updates, state = self.tx.update(grads, state, rows)
         row_state, shared = self.split(state)
-        return optax.apply_updates(rows, updates), row_state, shared
+        moved: Any = optax.apply_updates(rows, updates)
+        return moved, row_state, shared
 
 
 def split_state(

@@ -212,7 +212,7 @@ class Planner:
             examples = self._rungs.get((train, "examples"), 1)
             examples = max(examples, -(-batch // self.devices))
             inputs = normalize(features, self.features, batch, examples, self.devices)
-            counters = dict.fromkeys(COUNTERS, 0)
+            counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
             counters["truncated"] = sum(x.truncated for x in inputs.values())
             counters["padding_ids"] = sum(x.padding for x in inputs.values())
             counters["ids"] = sum(len(x.keys) + x.padding for x in inputs.values())

@@ -91,7 +91,7 @@ def translate(
             for j in range(block, stop):
                 i = mix64(keys[j] + salt) & mask
                 home[j - block] = i
-                prefetch(table, i)
+                prefetch(table, i)  # pyright: ignore[reportCallIssue]
             for j in range(block, stop):
                 if has_padding and keys[j] == padding_id:
                     raw[j] = DROPPED
