@@ -12,7 +12,7 @@ The queues are bounded, so the threads are at most `prefetch + 4` batches ahead.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -40,7 +40,7 @@ class Loader(Generic[T]):
     exception, the next loop thus gives the rest of the epoch; `skip_epoch` goes to the
     next one instead. A batch that was prefetched but not received when a loop was left
     is made again, and **`map` is called on it again**. A `map` with side effects, such
-    as a planner that inserts keys, must bear that it sees up to `prefetch + 4` batches
+    as a planner that inserts keys, must bear that it sees up to `prefetch + 1` batches
     that the consumer never gets, and sees them once more later.
 
     An error in a thread is raised in the consumer, with its type and traceback, at the
@@ -156,7 +156,7 @@ class Loader(Generic[T]):
             **self._settings(),
         }
 
-    def set_state(self, state: dict[str, int | bool | None]) -> None:
+    def set_state(self, state: Mapping[str, object]) -> None:
         """Goes to where `get_state` was taken.
 
         The batches that follow are those that an uninterrupted loader over the same
