@@ -27,6 +27,20 @@ def wide_keys(n: int, seed: int = 0) -> np.ndarray:
     return np.array(sorted(keys), np.uint64)
 
 
+def unmix64(x: int) -> int:
+    """The inverse of mix64."""
+
+    def unshift(x, n):
+        y = x
+        for _ in range(64 // n + 1):
+            y = x ^ (y >> n)
+        return y
+
+    x = unshift(x, 31) * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+    x = unshift(x, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+    return unshift(x, 30)
+
+
 LENGTHS = (2, 0, 5, 1, 3, 0, 2, 4, 1, 2, 6, 0, 1, 3)
 
 

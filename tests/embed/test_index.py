@@ -4,6 +4,7 @@ from hypothesis import given, strategies as st
 
 from shardjax.embed import Index
 from shardjax.embed.index import MAX_LOAD, empty_table, entries_for, find, mix64
+from tests.embed.reference import unmix64
 
 KEYS = st.integers(0, 2**64 - 1)
 # few keys, so that they repeat, and those that differ in the high or low bits alone
@@ -17,25 +18,6 @@ NEAR_KEYS = st.one_of(
 
 def u64(keys) -> np.ndarray:
     return np.array(list(keys), np.uint64)
-
-
-def unmix64(x: int) -> int:
-    """The inverse of mix64."""
-
-    def unshift(x, n):
-        y = x
-        for _ in range(64 // n + 1):
-            y = x ^ (y >> n)
-        return y
-
-    x = unshift(x, 31) * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
-    x = unshift(x, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
-    return unshift(x, 30)
-
-
-def colliding_keys(n: int) -> np.ndarray:
-    """n keys whose hashes agree in the low 32 bits: one place in every index."""
-    return u64(unmix64((i << 32) | 5) for i in range(n))
 
 
 @given(st.lists(st.lists(st.tuples(NEAR_KEYS, st.integers(0, 2**31 - 1)), max_size=60)))
@@ -88,14 +70,16 @@ def test_expected_keys_need_no_growth():
 
 
 def test_keys_that_share_a_hash_are_kept_apart():
-    keys = colliding_keys(2000)
+    # all have one home in every index
+    keys = u64(unmix64((i << 32) | 5) for i in range(2000))
     assert len(np.unique(keys)) == len(keys)
     assert {mix64(k) & 0xFFFFFFFF for k in keys} == {5}
     index = Index()
     index.insert(keys, np.arange(len(keys)))
     np.testing.assert_array_equal(index.lookup(keys), np.arange(len(keys)))
-    assert index.lookup(colliding_keys(2001)[-1:]) == -1
-    assert find(index.table, u64([unmix64((2000 << 32) | 5)])[0]) == len(index.table)
+    absent = u64([unmix64((2000 << 32) | 5)])
+    assert index.lookup(absent) == -1
+    assert find(index.table, absent[0]) == len(index.table)
 
 
 def test_all_integer_kinds_of_keys_are_one_key():
