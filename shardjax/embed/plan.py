@@ -186,6 +186,11 @@ class Planner:
             self._rungs[key] = size
         return size
 
+    def forget_sizes(self) -> None:
+        """Lets static sizes start anew, after a batch that is like no other."""
+        with self._lock:
+            self._rungs.clear()
+
     def plan(
         self,
         features: Mapping[str, np.ndarray | Jagged],
