@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import zipf
 from zipf import DENSE, DIM, FEATURES
 
-I, J = torch.triu_indices(FEATURES + 1, FEATURES + 1, 1)
+LEFT, RIGHT = torch.triu_indices(FEATURES + 1, FEATURES + 1, 1)
 
 
 def mlp(*sizes):
@@ -34,12 +34,12 @@ class Head(nn.Module):
     def __init__(self):
         super().__init__()
         self.bottom = nn.Sequential(*mlp(DENSE, 64, DIM))
-        self.top = nn.Sequential(*mlp(DIM + len(I), 256, 128, 1)[:-1])
+        self.top = nn.Sequential(*mlp(DIM + len(LEFT), 256, 128, 1)[:-1])
 
     def forward(self, dense, vectors):
         x = self.bottom(dense)
         v = torch.cat([x[:, None], vectors], 1)
-        z = torch.bmm(v, v.transpose(1, 2))[:, I, J]
+        z = torch.bmm(v, v.transpose(1, 2))[:, LEFT, RIGHT]
         return self.top(torch.cat([x, z], 1))[:, 0]
 
 

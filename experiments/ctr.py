@@ -337,4 +337,8 @@ if __name__ == "__main__":
         logging.getLogger(ours).setLevel(logging.INFO)
     summary = (__doc__ or "").partition("\n")[0]
     parsed = configs.from_command_line(Config, "python -m experiments.ctr", summary)
-    print(json.dumps(main(parsed)))
+    try:
+        print(json.dumps(main(parsed)))
+    except (OSError, ValueError) as e:  # what the user can mend; the rest is a fault
+        log.debug("the error in full", exc_info=True)
+        raise SystemExit(f"python -m experiments.ctr: {e}") from None

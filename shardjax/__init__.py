@@ -3,7 +3,14 @@
 This module is the table of contents: what it lists is the public interface.
 """
 
-from shardjax import models as models
+from shardjax import (
+    data as data,
+    embed as embed,
+    metrics as metrics,
+    models as models,
+    train as train,
+    writers as writers,
+)
 from shardjax.mesh import (
     DATA_AXIS as DATA_AXIS,
     MODEL_AXIS as MODEL_AXIS,
@@ -12,10 +19,29 @@ from shardjax.mesh import (
     make_mesh as make_mesh,
     simulate_cpu_devices as simulate_cpu_devices,
 )
+from shardjax.network import (
+    Network as Network,
+    as_network as as_network,
+    from_linen as from_linen,
+    from_nnx as from_nnx,
+)
 from shardjax.partition import (
     check_specs as check_specs,
     match_specs as match_specs,
     named_shardings as named_shardings,
+)
+from shardjax.state import (
+    TrainState as TrainState,
+    compute_metrics as compute_metrics,
+    init_state as init_state,
+    stack_metrics as stack_metrics,
+)
+from shardjax.train import (
+    evaluate as evaluate,
+    fit as fit,
+    make_eval_step as make_eval_step,
+    make_train_step as make_train_step,
+    prepare as prepare,
 )
 
 __version__ = "0.1.0"

@@ -1,0 +1,188 @@
+"""The programs as users run them: in-process, and the documented commands."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments import config as configs, ctr
+from experiments.data import DataConfig, guess_format, open_data
+
+ROOT = Path(__file__).parent.parent
+SMALL = {"rows": 2000, "eval_rows": 1000}
+
+
+def small(**changes):
+    values = {"data": SMALL, "batch_size": 256, "eval_batch_size": 512, **changes}
+    return ctr.from_anything(values)
+
+
+def run_program(*args):
+    command = [sys.executable, "-m", "experiments.ctr", *args]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.parametrize("name", list(ctr.MODELS))
+def test_every_model_trains_and_is_evaluated(name):
+    result = ctr.main(small(model={"name": name, "dim": 4}, steps=4))
+    assert result["steps"] == 4 and result["examples"] == 1024
+    assert result["eval/examples"] == 1000
+    assert 0 < result["eval/logloss"] < 1 and 0.3 < result["eval/auc"] < 0.9
+    assert 0.7 < result["bayes/auc"] < 0.9
+
+
+@pytest.mark.parametrize("rows", list(ctr.ROW_OPTIMIZERS))
+def test_every_row_optimizer_moves_rows(rows):
+    result = ctr.main(small(optim={"rows": rows, "rows_lr": 0.01}, steps=2))
+    assert math.isfinite(result["eval/logloss"])
+
+
+def test_the_documented_command_prints_one_json_line_and_is_repeatable(tmp_path):
+    args = ["--mesh", "8x1", "--data.rows", "2000", "--data.eval-rows", "1000"]
+    args += ["--batch-size", "512", "--out", str(tmp_path / "run")]
+    first, second = run_program(*args), run_program(*args)
+    assert first.returncode == 0, first.stderr
+    results = [json.loads(p.stdout.splitlines()[-1]) for p in (first, second)]
+    timed = {"examples_per_s", "train_seconds", "seconds", "loader/wait_s"}
+    kept = [{k: v for k, v in r.items() if k not in timed} for r in results]
+    assert kept[0] == kept[1]
+    wanted = {"experiment", "mesh", "devices", "steps", "examples", "examples_per_s"}
+    wanted |= {"eval/auc", "eval/logloss", "eval/calibration", "unique_keys"}
+    wanted |= {"bayes/auc", "bayes/logloss"}
+    assert wanted <= results[0].keys()
+    assert results[0]["mesh"] == "8x1" and results[0]["devices"] == 8
+    assert "simulating 8 devices" in first.stderr
+    assert "experiments.ctr" in first.stderr
+    files = {p.name for p in (tmp_path / "run").iterdir()}
+    assert {"config.json", "metrics.jsonl", "curves.png", "result.json"} <= files
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["mesh"] == "8x1" and saved["data"]["rows"] == 2000
+
+
+def test_meshes_give_the_same_result():
+    results = [ctr.main(small(mesh=m, steps=5)) for m in ("1x1", "4x2", "3x1")]
+    for r in results[1:]:
+        assert r["unique_keys"] == results[0]["unique_keys"]
+        np.testing.assert_allclose(
+            r["eval/logloss"], results[0]["eval/logloss"], rtol=1e-4
+        )
+
+
+def test_help_explains_every_option():
+    done = run_program("--help")
+    assert done.returncode == 0
+    names = [
+        f.name.replace("_", "-")
+        for c in (ctr.Config, DataConfig, ctr.ModelConfig, ctr.OptimConfig)
+        for f in dataclasses.fields(c)
+    ]
+    for name in names:
+        assert name in done.stdout
+    assert "--config" in done.stdout
+
+
+def test_a_bad_option_is_a_short_error():
+    done = run_program("--mesh", "8xq")
+    assert done.returncode != 0
+    assert "8xq" in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_file_is_a_short_error():
+    done = run_program("--data.path", "nowhere/*.csv")
+    assert done.returncode != 0
+    assert "nowhere/*.csv" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_toml_and_dict_and_command_line_agree(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('batch-size = 128\n[data]\nrows = 500\ndense = ["a", "b"]\n')
+    from_file = configs.from_toml(ctr.Config, file)
+    from_values = ctr.from_anything(
+        {"batch_size": 128, "data": {"rows": 500, "dense": ["a", "b"]}}
+    )
+    words = ["--config", str(file), "--steps", "3"]
+    from_words = configs.from_command_line(ctr.Config, "ctr", "", words)
+    assert from_file == from_values
+    assert from_words == dataclasses.replace(from_file, steps=3)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"batchsize": 1},
+            "unknown key 'batchsize'.*nearest known one is 'batch_size'",
+        ),
+        ({"data": {"pth": "x"}}, r"unknown key 'data\.pth'.*'data\.path'"),
+        ({"data": 3}, "'data' must be a table of options, got 3"),
+        ({"batch_size": "many"}, "'batch_size' must be int, got 'many'"),
+        ({"model": {"name": "bert"}}, r"'model\.name' must be .* got 'bert'"),
+        ({"batch_size": 0}, "`batch_size` must be positive, got 0"),
+        ({"steps": 0}, "`steps` must be positive, got 0"),
+        ({"mesh": "0x1"}, "must be DATAxMODEL, two positive integers, got .0x1."),
+        ({"data": {"eval_fraction": 1.0}}, r"`eval_fraction` must lie in \[0, 1\)"),
+        ({"data": {"shuffle": "yes"}}, "`shuffle` must be a seed.*got 'yes'"),
+        ({"data": {"format": "csv"}}, "format 'csv' needs a `path`"),
+        ({"data": {"rows": 0}}, "`rows` must be positive, got 0"),
+    ],
+)
+def test_bad_configs_say_what_is_wrong(values, message):
+    with pytest.raises(configs.ConfigError, match=message):
+        ctr.from_anything(values)
+
+
+def test_bad_config_files_say_what_is_wrong(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no config file"):
+        configs.from_toml(ctr.Config, tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("batch = = 3")
+    with pytest.raises(configs.ConfigError, match="is not TOML"):
+        configs.from_toml(ctr.Config, tmp_path / "bad.toml")
+    words = ["--config", str(tmp_path / "bad.toml")]
+    with pytest.raises(SystemExit, match=r"bad\.toml.*is not TOML"):
+        configs.from_command_line(ctr.Config, "ctr", "", words)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [
+        ("a.csv", "label,x\n1,2\n", "csv"),
+        ("a.tsv", "label\tx\n1\t2\n", "csv"),
+        ("a.txt", "0\t" + "\t".join(["1"] * 39) + "\n", "criteo"),
+        ("a.txt", "1 3:1 10:1 11:1\n", "libsvm"),
+        ("a.txt", "1 9:3 5:3 7:4\n", "slots"),
+        ("a.parquet", "", "parquet"),
+        ("a.feather", "", "arrow"),
+    ],
+)
+def test_formats_are_guessed(tmp_path, name, text, kind):
+    (tmp_path / name).write_text(text)
+    assert guess_format(str(tmp_path / name)) == kind
+
+
+def test_a_csv_with_bags_groups_and_an_evaluation_file(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, rows in (("train.csv", 600), ("test.csv", 200)):
+        lines = ["click,user_id,price,tags"]
+        for _ in range(rows):
+            user, tag = rng.integers(0, 9), rng.integers(0, 5)
+            lines.append(f"{int(tag > 2)},{user},{rng.random():.3f},t{tag}|t9")
+        (tmp_path / name).write_text("\n".join(lines))
+    config = {
+        "path": str(tmp_path / "train.csv"),
+        "eval_path": str(tmp_path / "test.csv"),
+        "group": "user_id",
+    }
+    opened = open_data(DataConfig(**config), 0)
+    assert opened.bags == ("tags",) and opened.features == ("user_id", "tags")
+    values = {"data": config, "batch_size": 32, "epochs": 2, "optim": {"rows_lr": 0.5}}
+    result = ctr.main(ctr.from_anything(values))
+    assert result["examples"] == 1200 and result["eval/examples"] == 200
+    assert result["eval/auc"] > 0.95 and result["eval/gauc"] > 0.9

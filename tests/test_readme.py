@@ -1,0 +1,24 @@
+"""The README's Python runs, and its commands are those that CI runs."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_example_runs(capsys):
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    assert re.search(r"\d+ \{'auc': ", capsys.readouterr().out)
+
+
+def test_ci_runs_the_second_command():
+    commands = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    tests = commands[1].strip()
+    assert tests.startswith("python3 -m venv") and "pytest" in tests
+    assert tests in (ROOT / ".ci" / "run").read_text()
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
