@@ -68,14 +68,6 @@ SEED = 11
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}  # float32, other orders of summation
 
 
-@pytest.fixture(autouse=True)
-def compile_fast():
-    """The programs here are large and run four times: XLA need not optimize them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def make_features(placement: str, tables=tuple(TABLES)) -> dict[str, FeatureSpec]:
     features = {}
     for table in tables:
