@@ -297,7 +297,11 @@ def evaluate(config, data: Opened, collection, state, step, users) -> dict[str, 
     if data.eval is None:
         return {f"eval/{name}": None for name in measures}
     if users is not None:
-        measures["gauc"] = metrics.GAUC(groups=data.eval_rows)
+        for chunk in data.eval.chunks():
+            users.number(chunk.groups)
+        # a histogram per user: fewer bins where there are many users
+        bins = max(min(2**26 // max(len(users), 1), 512), 16)
+        measures["gauc"] = metrics.GAUC(groups=max(len(users), 1), bins=bins)
     loader = Loader(
         data.eval,
         config.eval_batch_size,
