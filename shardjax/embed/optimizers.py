@@ -11,6 +11,7 @@ Adam this is what other libraries call lazy or sparse Adam.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -162,6 +163,7 @@ class RowOptimizer:
         return moved, row_state, shared
 
 
+@lru_cache(maxsize=256)  # a trial compiles a program
 def split_state(
     tx: optax.GradientTransformation, dim: int, dtype, table: str
 ) -> RowOptimizer:
