@@ -44,6 +44,8 @@ def test_every_row_optimizer_moves_rows(rows):
     assert math.isfinite(result["eval/logloss"])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_the_documented_command_prints_one_json_line_and_is_repeatable(tmp_path):
     args = ["--mesh", "8x1", "--data.rows", "2000", "--data.eval-rows", "1000"]
     args += ["--batch-size", "512", "--out", str(tmp_path / "run")]
