@@ -47,18 +47,23 @@ DENSE_OPTIMIZERS = {
     "adamw": optax.adamw,
     "lion": optax.lion,
 }
-ROW_OPTIMIZERS = {
-    **DENSE_OPTIMIZERS,
-    "adagrad": lambda rate: optax.adagrad(rate, initial_accumulator_value=0.0),
-    "rowwise_adagrad": embed.rowwise_adagrad,
+RATES = {
+    "sgd": 1.0,
+    "momentum": 0.1,
+    "adagrad": 0.2,
+    "rowwise_adagrad": 0.2,
+    "adam": 2e-3,
+    "adamw": 2e-3,
+    "lion": 2e-4,
 }
+"""Learning rate of each optimizer where none is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The network."""
 
-    name: Literal["lr", "wide_deep", "deepfm", "dlrm", "dcn"] = "dlrm"
+    name: Literal["lr", "wide_deep", "deepfm", "dlrm", "dcn"] = "deepfm"
     """Which network."""
     dim: int = 16
     """Numbers per embedding vector."""
@@ -72,14 +77,35 @@ class OptimConfig:
 
     dense: Literal["sgd", "momentum", "adagrad", "adam", "adamw", "lion"] = "adam"
     """Optimizer of the network's parameters."""
-    dense_lr: float = 1e-3
-    """Its learning rate."""
+    dense_lr: float | None = None
+    """Its learning rate; without it, one that suits the optimizer."""
     rows: Literal[
         "sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "adamw", "lion"
-    ] = "rowwise_adagrad"
+    ] = "adagrad"
     """Optimizer of the embedding rows; a step moves only the rows it uses."""
-    rows_lr: float = 0.05
-    """Its learning rate."""
+    rows_lr: float | None = None
+    """Its learning rate; without it, one that suits the optimizer."""
+    rows_damping: float = 5.0
+    """Accumulators of Adagrad begin at (rows_damping / batch_size) ** 2, as if a new row
+    had seen gradients of that size: rare keys move less. 0 moves each by its full rate at
+    first sight."""
+    decay: Literal["linear", "none"] = "linear"
+    """Learning rates fall to zero over the run, or stay as they are."""
+
+    def __post_init__(self):
+        for name in ("dense_lr", "rows_lr", "rows_damping"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ValueError(f"`{name}` must not be negative, got {value}")
+
+    def rate(
+        self, part: Literal["dense", "rows"], steps: int
+    ) -> float | optax.Schedule:
+        """The learning rate of the network or the rows, in a run of so many steps."""
+        rate = getattr(self, f"{part}_lr")
+        if rate is None:
+            rate = RATES[getattr(self, part)]
+        return rate if self.decay == "none" else optax.linear_schedule(rate, 0.0, steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +117,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    batch_size: int = 2048
+    batch_size: int = 1024
     """Examples per step, over all devices."""
     eval_batch_size: int = 8192
     """Examples per evaluation step."""
@@ -137,7 +163,8 @@ def main(config: Config) -> dict[str, Any]:
     log.info("%s", data.description)
     collection, network = build(config, data, mesh)
     users = Index() if data.has_groups else None
-    tx = DENSE_OPTIMIZERS[config.optim.dense](config.optim.dense_lr)
+    steps = total_steps(config, data.train_rows)
+    tx = DENSE_OPTIMIZERS[config.optim.dense](config.optim.rate("dense", steps))
     state = init_state(network, tx, collection, train_metrics())
     microbatch = config.microbatch_size
     if microbatch is None and jax.default_backend() == "cpu":
@@ -157,7 +184,7 @@ def main(config: Config) -> dict[str, Any]:
         "rows": data.train_rows,
     }
     with open_writers(config) as writer:
-        run = Run(config, collection, state, step, loader, writer, data.train_rows)
+        run = Run(config, collection, state, step, loader, writer, steps)
         result |= run.loop()
         state = run.state
         evaluator = train.make_eval_step(network, collection)
@@ -171,10 +198,28 @@ def main(config: Config) -> dict[str, Any]:
     return result
 
 
+def total_steps(config: Config, rows: int) -> int:
+    """Steps of a run over so many training rows per epoch."""
+    steps = -(-rows // config.batch_size) * config.epochs
+    return min(steps, config.steps or steps)
+
+
+def row_optimizer(config: Config, steps: int) -> optax.GradientTransformation:
+    """The optimizer of the rows in a run of so many steps."""
+    name, rate = config.optim.rows, config.optim.rate("rows", steps)
+    # A step's gradient is a mean over the batch, so one example's is of size 1 / batch.
+    start = (config.optim.rows_damping / config.batch_size) ** 2
+    if name == "rowwise_adagrad":
+        return embed.rowwise_adagrad(rate, initial_accumulator=start)
+    if name == "adagrad":
+        return optax.adagrad(rate, initial_accumulator_value=start, eps=1e-16)
+    return DENSE_OPTIMIZERS[name](rate)
+
+
 def build(config: Config, data: Opened, mesh):
     """The tables and the network for the features of the data."""
     model = MODELS[config.model.name]
-    rows = ROW_OPTIMIZERS[config.optim.rows](config.optim.rows_lr)
+    rows = row_optimizer(config, total_steps(config, data.train_rows))
     initializer = embed.uniform(config.model.init_scale)
     features = {}
     for name in data.features:
@@ -210,7 +255,7 @@ def train_metrics() -> dict[str, metrics.Metric]:
 class Run:
     """The training loop, and what it writes on the way."""
 
-    def __init__(self, config, collection, state, step, loader, writer, rows):
+    def __init__(self, config, collection, state, step, loader, writer, steps):
         self.config = config
         self.collection = collection
         self.state: TrainState = state
@@ -218,8 +263,7 @@ class Run:
         self.loader = loader
         self.writer = writer
         self.rows: list[dict[str, float]] = []
-        steps = -(-rows // config.batch_size) * config.epochs
-        self.total_steps = min(steps, config.steps or steps)
+        self.total_steps = steps
 
     def loop(self) -> dict[str, Any]:
         """Trains, and returns its part of the result."""
