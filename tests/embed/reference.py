@@ -1,5 +1,7 @@
 """Training without sharding, by `shardjax.embed.lookup`, and batches for it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,13 +118,22 @@ class DenseTraining:
         self.params = network.params
         self.opt_state = tx.init(self.params)
         self.tables = {name: jnp.asarray(r) for name, r in rows.items()}
+        self._programs = {}  # lengths are part of a program: one per batch
         self.states = {
             n: s.optimizer.init(self.tables[n]) for n, s in self.specs.items()
         }
 
     def step(self, batch: Batch) -> float:
         """One step; returns the loss."""
+        if id(batch) not in self._programs:
+            self._programs[id(batch)] = jax.jit(partial(self._step, batch))
+        value, *state = self._programs[id(batch)](
+            self.params, self.opt_state, self.tables, self.states
+        )
+        self.params, self.opt_state, self.tables, self.states = state
+        return float(value)
 
+    def _step(self, batch: Batch, params, opt_state, tables, states):
         def loss(params, tables):
             embeddings = dense_features(self.features, self.keys, tables, batch)
             logits, _ = self.network.apply(
@@ -133,21 +144,18 @@ class DenseTraining:
             total = weights.sum()
             return jnp.sum(weights * losses) / (total if total else 1)
 
-        # not jitted: lengths are part of a program, and every batch has others
-        value, (grads, row_grads) = jax.value_and_grad(loss, (0, 1))(
-            self.params, self.tables
-        )
-        updates, self.opt_state = self.tx.update(grads, self.opt_state, self.params)
-        self.params = optax.apply_updates(self.params, updates)
+        value, (grads, row_grads) = jax.value_and_grad(loss, (0, 1))(params, tables)
+        updates, opt_state = self.tx.update(grads, opt_state, params)
+        tables, states = dict(tables), dict(states)
         for name, named in self._named(batch).items():
-            self.tables[name], self.states[name] = update(
+            tables[name], states[name] = update(
                 self.specs[name].optimizer,
-                self.tables[name],
-                self.states[name],
+                tables[name],
+                states[name],
                 row_grads[name],
                 named,
             )
-        return float(value)
+        return value, optax.apply_updates(params, updates), opt_state, tables, states
 
     def _named(self, batch: Batch) -> dict[str, np.ndarray]:
         values = dict(zip(batch.fixed_names, batch.fixed, strict=True)) | batch.jagged
