@@ -7,7 +7,7 @@ Batch 8192, bottom MLP 13-64-16, dot interaction of 27 vectors, top MLP 256-128-
 16, 26 features with Zipf(1.1) ids, row-wise Adagrad for the rows and Adam for the rest,
 batches in memory. Each variant runs in a process of its own; the rounds interleave them.
 
-ours: shardjax, planning in its loader's thread. flax: nnx.Embed, dense gradients,
+ours: shardjax, planning in its loader's thread; on a CPU, a simulated device per core. flax: nnx.Embed, dense gradients,
 optax.adagrad. tbe, bag: see benchmarks/torch_ctr.py. Prints a table of medians and
 ratios, and as the last line JSON.
 """
@@ -61,11 +61,13 @@ def ours(a):
     from shardjax.network import from_nnx
     from shardjax.state import init_state
 
+    sj.ensure_devices(a.mesh)
+    mesh = sj.make_mesh(a.mesh)
     rows = embed.rowwise_adagrad(0.05)
     collection = embed.EmbeddingCollection(
         {n: embed.FeatureSpec(embed.TableSpec(n, DIM, optimizer=rows)) for n in NAMES},
-        mesh=sj.make_mesh("1x1"),
-        device_rows=a.rows + FEATURES,
+        mesh=mesh,
+        device_rows=a.rows // mesh.size + 20_000,
     )
     network = from_nnx(
         models.DLRM(features=NAMES, n_dense=DENSE, dim=DIM, rngs=nnx.Rngs(0))
@@ -175,7 +177,7 @@ def run_worker(a, variant, rows):
         command = [a.torch, str(HERE / "torch_ctr.py"), "--variant", variant]
     else:
         command = [sys.executable, __file__, "--worker", variant]
-        options += ["--microbatch", str(a.microbatch)]
+        options += ["--microbatch", str(a.microbatch), "--mesh", a.mesh]
     env = {**os.environ, "JAX_PLATFORMS": a.platform}
     done = subprocess.run(
         [*command, *options], capture_output=True, text=True, env=env, check=False
@@ -196,6 +198,7 @@ def main():
     parser.add_argument("--warm", type=int, default=20)
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument("--microbatch", type=int, default=512)
+    parser.add_argument("--mesh", default="2x1", help="of ours; a device per core")
     parser.add_argument("--platform", default="cpu")
     parser.add_argument("--worker", choices=["ours", "flax"], help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
