@@ -47,6 +47,15 @@ DENSE_OPTIMIZERS = {
     "adamw": optax.adamw,
     "lion": optax.lion,
 }
+ROW_OPTIMIZERS = {
+    **DENSE_OPTIMIZERS,
+    "adagrad": lambda rate, start: optax.adagrad(
+        rate, initial_accumulator_value=start, eps=1e-16
+    ),
+    "rowwise_adagrad": lambda rate, start: embed.rowwise_adagrad(
+        rate, initial_accumulator=start
+    ),
+}
 RATES = {
     "sgd": 1.0,
     "momentum": 0.1,
@@ -207,13 +216,11 @@ def total_steps(config: Config, rows: int) -> int:
 def row_optimizer(config: Config, steps: int) -> optax.GradientTransformation:
     """The optimizer of the rows in a run of so many steps."""
     name, rate = config.optim.rows, config.optim.rate("rows", steps)
+    if "adagrad" not in name:
+        return ROW_OPTIMIZERS[name](rate)
     # A step's gradient is a mean over the batch, so one example's is of size 1 / batch.
     start = (config.optim.rows_damping / config.batch_size) ** 2
-    if name == "rowwise_adagrad":
-        return embed.rowwise_adagrad(rate, initial_accumulator=start)
-    if name == "adagrad":
-        return optax.adagrad(rate, initial_accumulator_value=start, eps=1e-16)
-    return DENSE_OPTIMIZERS[name](rate)
+    return ROW_OPTIMIZERS[name](rate, start)
 
 
 def build(config: Config, data: Opened, mesh):
