@@ -7,7 +7,8 @@ Batch 8192, bottom MLP 13-64-16, dot interaction of 27 vectors, top MLP 256-128-
 16, 26 features with Zipf(1.1) ids, row-wise Adagrad for the rows and Adam for the rest,
 batches in memory. Each variant runs in a process of its own; the rounds interleave them.
 
-ours: shardjax, planning in its loader's thread; on a CPU, a simulated device per core. flax: nnx.Embed, dense gradients,
+ours: shardjax, planning in its loader's thread; on a CPU, a simulated device per
+core (--mesh). flax: nnx.Embed, dense gradients,
 optax.adagrad. tbe, bag: see benchmarks/torch_ctr.py. Prints a table of medians and
 ratios, and as the last line JSON.
 """

@@ -23,6 +23,8 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import zipf  # noqa: E402
 
+import shardjax as sj  # noqa: E402
+
 NAMES = tuple(f"C{i}" for i in range(zipf.FEATURES))
 
 
@@ -39,7 +41,6 @@ def ids_of(kind: str, rows: int, batch: int) -> np.ndarray:
 
 def ours(mesh: str, kind: str, rows: int, batch: int):
     """A function that does one step's embedding work."""
-    import shardjax as sj
     from shardjax import embed
     from shardjax.embed.layout import pack
 
@@ -119,8 +120,7 @@ def main():
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=15)
     a = parser.parse_args()
-    if jax.config.jax_platforms in (None, "", "cpu"):
-        jax.config.update("jax_num_cpu_devices", 8)
+    sj.ensure_devices("8x1")
     kinds = ("zipf", "uniform", "equal")
     runs = {
         f"{mesh} {kind}": ours(mesh, kind, a.rows, a.batch)

@@ -10,6 +10,7 @@ enough devices the mesh is simulated on the CPU.
 
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ import shardjax as sj
 from experiments import config as configs
 from experiments.data import DataConfig, Opened, open_data
 from shardjax import embed, metrics, models, train, writers
-from shardjax.data import Loader
+from shardjax.data import Batch, Loader
 from shardjax.embed import Index
 from shardjax.network import from_nnx
 from shardjax.state import TrainState, compute_metrics, init_state, stack_metrics
@@ -152,6 +153,8 @@ class Config:
                 raise ValueError(
                     f"`{name}` must be positive, got {getattr(self, name)}"
                 )
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"`seed` must be in [0, 2**31), got {self.seed}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"`steps` must be positive, got {self.steps}")
 
@@ -166,6 +169,8 @@ def main(config: Config) -> dict[str, Any]:
       The result: what the program prints as its last line.
     """
     started = time.perf_counter()
+    if config.out is not None:
+        claim(config.out)
     sj.ensure_devices(config.mesh)
     mesh = sj.make_mesh(config.mesh)
     data = open_data(config.data, config.seed)
@@ -183,7 +188,7 @@ def main(config: Config) -> dict[str, Any]:
         data.train,
         config.batch_size,
         shuffle_seed=config.data.shuffle_seed,
-        map=lambda batch: train.prepare(collection, batch, train=True),
+        map=lambda b: train.prepare(collection, checked(b), train=True),
     )
     result: dict[str, Any] = {
         "experiment": "ctr",
@@ -198,13 +203,44 @@ def main(config: Config) -> dict[str, Any]:
         state = run.state
         evaluator = train.make_eval_step(network, collection)
         result |= evaluate(config, data, collection, state, evaluator, users)
-        writer.write(result["steps"], {k: v for k, v in result.items() if "/" in k})
+        values = {k: v for k, v in finite(result).items() if "/" in k}
+        writer.write(
+            result["steps"], {k: v for k, v in values.items() if v is not None}
+        )
         rows = run.rows
+    result = finite(result)
     result["seconds"] = round(time.perf_counter() - started, 2)
     if config.out is not None:
         writers.curves(config.out / "curves.png", rows)
-        (config.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+        (config.out / "result.json").write_text(
+            json.dumps(result, indent=2, allow_nan=False) + "\n"
+        )
     return result
+
+
+def checked(batch: Batch) -> Batch:
+    """The batch, if its labels are probabilities.
+
+    Raises:
+      ValueError: for a label outside [0, 1].
+    """
+    outside = (batch.labels < 0) | (batch.labels > 1)
+    if outside.any():
+        raise ValueError(
+            f"labels must lie in [0, 1], got {batch.labels[outside][0]:g} and"
+            f" {outside.sum() - 1} others in a batch. Name the label's column with"
+            " --data.label, or the value from which on it is 1 with"
+            " --data.label-threshold"
+        )
+    return batch
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with None, JSON's null, for numbers that are not finite."""
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v
+        for k, v in values.items()
+    }
 
 
 def total_steps(config: Config, rows: int) -> int:
@@ -295,6 +331,12 @@ class Run:
                     jax.block_until_ready(info["loss"])
                     now = time.perf_counter()
                     row = self.read_metrics()
+                    if not math.isfinite(row["train/loss"]):
+                        raise ValueError(
+                            f"the training loss is {row['train/loss']} at step {taken}:"
+                            " lower --optim.dense-lr or --optim.rows-lr, and look at the"
+                            " dense features"
+                        )
                     row["train/examples_per_s"] = recent["examples"] / (now - mark)
                     row |= {f"planner/{k}": v for k, v in recent.items()}
                     row["loader/wait_s"] = self.loader.wait_seconds - wait
@@ -356,7 +398,7 @@ def evaluate(config, data: Opened, collection, state, step, users) -> dict[str, 
     loader = Loader(
         data.eval,
         config.eval_batch_size,
-        map=lambda b: train.prepare(collection, b, train=False, groups=users),
+        map=lambda b: train.prepare(collection, checked(b), train=False, groups=users),
     )
     found, counters = train.evaluate(step, state, loader, measures, collection.mesh)
     result = {f"eval/{k}": v for k, v in compute_metrics(found).items()}
@@ -366,16 +408,26 @@ def evaluate(config, data: Opened, collection, state, step, users) -> dict[str, 
     return result
 
 
+def claim(out: Path) -> None:
+    """Makes the folder of a run's files, or refuses one that has a run in it."""
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"`out` must be a folder, and {str(out)!r} is a file")
+    if (out / "config.json").exists():
+        raise FileExistsError(
+            f"`out` {str(out)!r} has a run in it already. Give another folder, or remove it"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+
+
 def open_writers(config: Config) -> writers.MultiWriter:
     """Writers of the run's metrics; `--out` makes the files."""
     if config.out is None:
         return writers.MultiWriter([])
-    config.out.mkdir(parents=True, exist_ok=True)
     resolved = json.dumps(configs.to_dict(config), indent=2, default=str)
     (config.out / "config.json").write_text(resolved + "\n")
     return writers.MultiWriter(
         [
-            writers.JsonlWriter(config.out / "metrics.jsonl"),
+            writers.JsonlWriter(config.out / "metrics.jsonl", mode="create"),
             writers.TensorBoardWriter(config.out),
         ]
     )
@@ -393,7 +445,7 @@ if __name__ == "__main__":
     summary = (__doc__ or "").partition("\n")[0]
     parsed = configs.from_command_line(Config, "python -m experiments.ctr", summary)
     try:
-        print(json.dumps(main(parsed)))
+        print(json.dumps(main(parsed), allow_nan=False))
     except (OSError, ValueError) as e:  # what the user can mend; the rest is a fault
         log.debug("the error in full", exc_info=True)
         raise SystemExit(f"python -m experiments.ctr: {e}") from None

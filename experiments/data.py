@@ -1,8 +1,9 @@
 """Opening click logs for a program: formats, splits, and what the features are."""
 
 import gzip
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +60,10 @@ class DataConfig:
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(
                 f"`eval_fraction` must lie in [0, 1), got {self.eval_fraction}"
+            )
+        if self.label_threshold is not None and not math.isfinite(self.label_threshold):
+            raise ValueError(
+                f"`label_threshold` must be finite, got {self.label_threshold}"
             )
         if self.shuffle != "none" and not self.shuffle.isdecimal():
             raise ValueError(
@@ -120,7 +125,7 @@ def open_data(config: DataConfig, seed: int) -> Opened:
     if config.in_memory:
         source = InMemory(source)
     if config.eval_path is not None:
-        train, evaluation = source, _open(config, kind, config.eval_path)
+        train, evaluation = source, _open_like(config, kind, source)
     elif config.eval_fraction:
         train, evaluation = split_rows(source, config.eval_fraction)
     else:
@@ -156,6 +161,37 @@ def _open_synthetic(config: DataConfig, seed: int) -> Opened:
         f"synthetic clicks, {config.rows} rows to train on",
         lambda: source.bayes(config.rows, config.rows + config.eval_rows),
     )
+
+
+def _open_like(config: DataConfig, kind: str, source: Any) -> Any:
+    """The files to evaluate on, read as those to train on are.
+
+    Raises:
+      ValueError: if their columns are others, or in another order.
+    """
+    path = str(config.eval_path)
+    while isinstance(source, InMemory):
+        source = source.source
+    columns = getattr(source, "columns", None)
+    if columns is None:
+        return _open(config, kind, path)
+    roles = {
+        "label": columns.label,
+        "dense": columns.names("dense"),
+        "categorical": columns.names("categorical"),
+        "bags": columns.names("bag"),
+        "drop": columns.names("drop"),
+    }
+    opened = _open(replace(config, **roles), kind, path)
+    for role in ("dense", "categorical", "bag"):
+        found, wanted = opened.columns.names(role), columns.names(role)
+        if found != wanted:
+            raise ValueError(
+                f"the {role} columns of {path!r} must be those of {config.path!r} in the"
+                f" same order, got {list(found)} instead of {list(wanted)}. Reorder the"
+                " columns of one of them"
+            )
+    return opened
 
 
 def _open(config: DataConfig, kind: str, path: str) -> Any:

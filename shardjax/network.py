@@ -54,7 +54,8 @@ def from_nnx(module: nnx.Module) -> Network:
         graphs[train], params, state = nnx.split(module, nnx.Param, ...)
 
     def apply(params, state, dense, embeddings, *, train):
-        live = nnx.merge(graphs[train], params, state)
+        # a copy: a module writes into the variables that it is made of
+        live = nnx.merge(graphs[train], params, state, copy=True)
         logits = live(dense, embeddings)
         _, _, state = nnx.split(live, nnx.Param, ...)
         return logits, state

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorboardX  # noqa: F401  its import sets an environment variable
 
 from experiments import config as configs, ctr
 from experiments.data import DataConfig, guess_format, open_data
@@ -48,8 +49,9 @@ def test_every_row_optimizer_moves_rows(rows):
 @pytest.mark.timeout(400)
 def test_the_documented_command_prints_one_json_line_and_is_repeatable(tmp_path):
     args = ["--mesh", "8x1", "--data.rows", "2000", "--data.eval-rows", "1000"]
-    args += ["--batch-size", "512", "--out", str(tmp_path / "run")]
-    first, second = run_program(*args), run_program(*args)
+    args += ["--batch-size", "512", "--out"]
+    first = run_program(*args, str(tmp_path / "run"))
+    second = run_program(*args, str(tmp_path / "again"))
     assert first.returncode == 0, first.stderr
     results = [json.loads(p.stdout.splitlines()[-1]) for p in (first, second)]
     timed = {"examples_per_s", "train_seconds", "seconds", "loader/wait_s"}
@@ -133,6 +135,8 @@ def test_toml_and_dict_and_command_line_agree(tmp_path):
         ({"data": {"eval_fraction": 1.0}}, r"`eval_fraction` must lie in \[0, 1\)"),
         ({"data": {"shuffle": "yes"}}, "`shuffle` must be a seed.*got 'yes'"),
         ({"data": {"format": "csv"}}, "format 'csv' needs a `path`"),
+        ({"data": {"label_threshold": math.nan}}, "`label_threshold` must be finite"),
+        ({"seed": 2**70}, "`seed` must be in"),
         ({"data": {"rows": 0}}, "`rows` must be positive, got 0"),
     ],
 )
@@ -188,3 +192,55 @@ def test_a_csv_with_bags_groups_and_an_evaluation_file(tmp_path):
     result = ctr.main(ctr.from_anything(values))
     assert result["examples"] == 1200 and result["eval/examples"] == 200
     assert result["eval/auc"] > 0.95 and result["eval/gauc"] > 0.9
+
+
+def test_one_class_gives_null_not_nan(tmp_path):
+    file = tmp_path / "ones.csv"
+    file.write_text("label,city\n" + "1,a\n1,b\n" * 20)
+    out = tmp_path / "run"
+    values = {"data": {"path": str(file)}, "batch_size": 8, "out": str(out)}
+    result = ctr.main(ctr.from_anything(values))
+    assert result["eval/auc"] is None
+    text = (out / "result.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["eval/auc"] is None
+
+
+def test_evaluation_files_must_have_the_columns_of_training(tmp_path):
+    (tmp_path / "a.csv").write_text("label,x,z\n" + "1,0.5,1.5\n0,2.5,0.1\n" * 9)
+    (tmp_path / "b.csv").write_text("label,z,x\n" + "1,0.5,1.5\n0,2.5,0.1\n" * 9)
+    config = DataConfig(path=str(tmp_path / "a.csv"), eval_path=str(tmp_path / "b.csv"))
+    with pytest.raises(ValueError, match=r"dense columns of .*b\.csv.*same order"):
+        open_data(config, 0)
+
+
+def test_evaluation_files_are_read_as_those_of_training(tmp_path):
+    train_lines = [f"{i % 2},{i},t{i}|u" for i in range(90)]
+    (tmp_path / "a.csv").write_text("\n".join(["label,age,tags", *train_lines]))
+    (tmp_path / "b.csv").write_text("label,age,tags\n1,3,t1\n0,4,t2\n")
+    config = DataConfig(
+        path=str(tmp_path / "a.csv"), eval_path=str(tmp_path / "b.csv"), dense=("age",)
+    )
+    chunk = next(iter(open_data(config, 0).eval.chunks()))
+    assert chunk.n_dense == 1 and list(chunk.jagged) == ["tags"]
+
+
+def test_a_used_folder_and_a_file_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileExistsError, match="has a run in it already"):
+        ctr.main(small(out=str(tmp_path)))
+    with pytest.raises(FileExistsError, match="must be a folder"):
+        ctr.main(small(out=str(tmp_path / "config.json")))
+
+
+def test_labels_that_are_no_probabilities_are_refused(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text("label,city\n" + "1,a\n2,b\n" * 20)
+    values = {"data": {"path": str(file)}, "batch_size": 8}
+    with pytest.raises(ValueError, match=r"labels must lie in \[0, 1\], got 2 "):
+        ctr.main(ctr.from_anything(values))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run():
+    optim = {"dense": "sgd", "dense_lr": 1e30, "rows_lr": 1e30, "decay": "none"}
+    with pytest.raises(ValueError, match="the training loss is .* at step"):
+        ctr.main(small(optim=optim, log_every=1, model={"name": "dlrm"}))

@@ -117,7 +117,17 @@ class EmbeddingCollection:
         )
 
     def init(self) -> EmbeddingState:
-        """Slabs without a row, zeros, on their devices."""
+        """Slabs without a row, zeros, on their devices.
+
+        Raises:
+          RuntimeError: if the collection has been trained: its planner knows rows that a
+            new state would not have.
+        """
+        if self.planner.started:
+            raise RuntimeError(
+                "this collection's rows belong to the state it was trained with. To train"
+                " from scratch, make a new EmbeddingCollection"
+            )
 
         @partial(jax.jit, out_shardings=self.state_sharding())
         def make():

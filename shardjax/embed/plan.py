@@ -251,6 +251,11 @@ class Planner:
                 self._pending.append(plan)
             return plan
 
+    @property
+    def started(self) -> bool:
+        """Whether a training plan has been carried out: rows lie on the devices."""
+        return self._applied > 0
+
     def take_fills(self, plan: Plan) -> tuple[Fill, ...]:
         """The fills to carry out before a training plan's step, and notes that they are.
 
@@ -262,11 +267,21 @@ class Planner:
           RuntimeError: if this plan or a later one has been carried out before.
         """
         with self._lock:
+            if not plan.sequence:
+                raise RuntimeError(
+                    "a batch prepared for evaluation (train=False) cannot be trained on:"
+                    " prepare it with train=True"
+                )
             if plan.sequence <= self._applied:
                 raise RuntimeError(
                     f"training plan {plan.sequence} cannot be carried out after plan"
                     f" {self._applied}: step on each prepared batch once, in the order in"
                     " which they were prepared (train=True)"
+                )
+            if not any(p is plan for p in self._pending):
+                raise RuntimeError(
+                    "this batch was prepared by another collection than that of the step:"
+                    " prepare it with the collection that make_train_step was given"
                 )
             fills: list[Fill] = []
             while self._pending and self._pending[0].sequence <= plan.sequence:
