@@ -183,7 +183,7 @@ def first_rows(features, keys, seed: int = 0) -> dict[str, np.ndarray]:
     state = collection.apply_fills(collection.init(), plan)
     found = {t: collection.read_rows(state, t, k) for t, k in keys.items()}
     assert all(rows["found"].all() for rows in found.values())
-    return {table: rows["rows"] for table, rows in found.items()}
+    return {table: np.asarray(rows["rows"]) for table, rows in found.items()}
 
 
 def embed_batch(collection, state, values, batch: int, *, train: bool = False) -> dict:
