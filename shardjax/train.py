@@ -425,11 +425,16 @@ def fit(
 
     Returns:
       The state and the summed counters.
+
+    Raises:
+      ValueError: for a negative number of steps.
     """
     counters: dict[str, float] = {}
     hooks = tuple(hooks)
     taken = 0
-    if steps is not None and steps <= 0:
+    if steps is not None and steps < 0:
+        raise ValueError(f"`steps` must not be negative, got {steps}")
+    if steps == 0:
         return state, counters
     for batch in batches:
         state, info = step(state, batch)

@@ -133,9 +133,38 @@ class DenseTraining:
         self.params, self.opt_state, self.tables, self.states = state
         return float(value)
 
+    def embeddings(self, tables, batch: Batch) -> dict:
+        """What a model gets of a batch."""
+        return dense_features(self.features, self.keys, tables, batch)
+
+    def logits(self, batch: Batch) -> jax.Array:
+        """Of the present state."""
+        embeddings = self.embeddings(self.tables, batch)
+        return self.network.apply(
+            self.params, self.network.state, batch.dense, embeddings, train=False
+        )[0]
+
+    def move_rows(self, batch: Batch, row_grads) -> None:
+        """An optimizer step for the rows alone."""
+        self.tables, self.states = self._move_rows(
+            batch, self.tables, self.states, row_grads
+        )
+
+    def _move_rows(self, batch: Batch, tables, states, row_grads):
+        tables, states = dict(tables), dict(states)
+        for name, named in self._named(batch).items():
+            tables[name], states[name] = update(
+                self.specs[name].optimizer,
+                tables[name],
+                states[name],
+                row_grads[name],
+                named,
+            )
+        return tables, states
+
     def _step(self, batch: Batch, params, opt_state, tables, states):
         def loss(params, tables):
-            embeddings = dense_features(self.features, self.keys, tables, batch)
+            embeddings = self.embeddings(tables, batch)
             logits, _ = self.network.apply(
                 params, self.network.state, batch.dense, embeddings, train=True
             )
@@ -146,15 +175,7 @@ class DenseTraining:
 
         value, (grads, row_grads) = jax.value_and_grad(loss, (0, 1))(params, tables)
         updates, opt_state = self.tx.update(grads, opt_state, params)
-        tables, states = dict(tables), dict(states)
-        for name, named in self._named(batch).items():
-            tables[name], states[name] = update(
-                self.specs[name].optimizer,
-                tables[name],
-                states[name],
-                row_grads[name],
-                named,
-            )
+        tables, states = self._move_rows(batch, tables, states, row_grads)
         return value, optax.apply_updates(params, updates), opt_state, tables, states
 
     def _named(self, batch: Batch) -> dict[str, np.ndarray]:
