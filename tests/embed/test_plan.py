@@ -409,10 +409,12 @@ def test_plans_are_applied_once_and_in_order():
     )
     evaluation = collection.plan({"x": np.arange(3)}, 3, train=False)
     state = collection.apply_fills(collection.init(), second)
-    for plan in (second, first, evaluation):
+    for plan in (second, first):
         message = f"training plan {plan.sequence} cannot be carried out after plan 2"
         with pytest.raises(RuntimeError, match=message):
             collection.apply_fills(state, plan)
+    with pytest.raises(RuntimeError, match=r"prepared for evaluation \(train=False\)"):
+        collection.apply_fills(state, evaluation)
 
 
 def test_rows_of_abandoned_plans_are_made():
