@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import optax
 from flax import nnx
 
 import shardjax as sj
 from experiments import config as configs
 from experiments.data import DataConfig, Opened, open_data
+from experiments.optimizers import ROW_OPTIMIZERS as ROW_OPTIMIZERS, OptimConfig
 from shardjax import embed, metrics, models, train, writers
 from shardjax.data import Batch, Loader
 from shardjax.embed import Index
@@ -40,33 +40,6 @@ MODELS = {
     "dlrm": models.DLRM,
     "dcn": models.DCN,
 }
-DENSE_OPTIMIZERS = {
-    "sgd": optax.sgd,
-    "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
-    "adagrad": optax.adagrad,
-    "adam": optax.adam,
-    "adamw": optax.adamw,
-    "lion": optax.lion,
-}
-ROW_OPTIMIZERS = {
-    **DENSE_OPTIMIZERS,
-    "adagrad": lambda rate, start: optax.adagrad(
-        rate, initial_accumulator_value=start, eps=1e-16
-    ),
-    "rowwise_adagrad": lambda rate, start: embed.rowwise_adagrad(
-        rate, initial_accumulator=start
-    ),
-}
-RATES = {
-    "sgd": 1.0,
-    "momentum": 0.1,
-    "adagrad": 0.2,
-    "rowwise_adagrad": 0.2,
-    "adam": 2e-3,
-    "adamw": 2e-3,
-    "lion": 2e-4,
-}
-"""Learning rate of each optimizer where none is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,43 +55,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """The optimizers."""
-
-    dense: Literal["sgd", "momentum", "adagrad", "adam", "adamw", "lion"] = "adam"
-    """Optimizer of the network's parameters."""
-    dense_lr: float | None = None
-    """Its learning rate; without it, one that suits the optimizer."""
-    rows: Literal[
-        "sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "adamw", "lion"
-    ] = "adagrad"
-    """Optimizer of the embedding rows; a step moves only the rows it uses."""
-    rows_lr: float | None = None
-    """Its learning rate; without it, one that suits the optimizer."""
-    rows_damping: float = 5.0
-    """Accumulators of Adagrad begin at (rows_damping / batch_size) ** 2, as if a new row
-    had seen gradients of that size: rare keys move less. 0 moves each by its full rate at
-    first sight."""
-    decay: Literal["linear", "none"] = "linear"
-    """Learning rates fall to zero over the run, or stay as they are."""
-
-    def __post_init__(self):
-        for name in ("dense_lr", "rows_lr", "rows_damping"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"`{name}` must not be negative, got {value}")
-
-    def rate(
-        self, part: Literal["dense", "rows"], steps: int
-    ) -> float | optax.Schedule:
-        """The learning rate of the network or the rows, in a run of so many steps."""
-        rate = getattr(self, f"{part}_lr")
-        if rate is None:
-            rate = RATES[getattr(self, part)]
-        return rate if self.decay == "none" else optax.linear_schedule(rate, 0.0, steps)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Config:
     """All settings of a run."""
 
@@ -127,7 +63,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    batch_size: int = 1024
+    batch_size: int = 512
     """Examples per step, over all devices."""
     eval_batch_size: int = 8192
     """Examples per evaluation step."""
@@ -178,7 +114,7 @@ def main(config: Config) -> dict[str, Any]:
     collection, network = build(config, data, mesh)
     users = Index() if data.has_groups else None
     steps = total_steps(config, data.train_rows)
-    tx = DENSE_OPTIMIZERS[config.optim.dense](config.optim.rate("dense", steps))
+    tx = config.optim.dense_optimizer(steps)
     state = init_state(network, tx, collection, train_metrics())
     microbatch = config.microbatch_size
     if microbatch is None and jax.default_backend() == "cpu":
@@ -249,20 +185,11 @@ def total_steps(config: Config, rows: int) -> int:
     return min(steps, config.steps or steps)
 
 
-def row_optimizer(config: Config, steps: int) -> optax.GradientTransformation:
-    """The optimizer of the rows in a run of so many steps."""
-    name, rate = config.optim.rows, config.optim.rate("rows", steps)
-    if "adagrad" not in name:
-        return ROW_OPTIMIZERS[name](rate)
-    # A step's gradient is a mean over the batch, so one example's is of size 1 / batch.
-    start = (config.optim.rows_damping / config.batch_size) ** 2
-    return ROW_OPTIMIZERS[name](rate, start)
-
-
 def build(config: Config, data: Opened, mesh):
     """The tables and the network for the features of the data."""
     model = MODELS[config.model.name]
-    rows = row_optimizer(config, total_steps(config, data.train_rows))
+    steps = total_steps(config, data.train_rows)
+    rows = config.optim.row_optimizer(steps, config.batch_size)
     initializer = embed.uniform(config.model.init_scale)
     features = {}
     for name in data.features:
