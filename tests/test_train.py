@@ -339,7 +339,7 @@ def test_another_loss_and_prediction():
     )
     logits = reference.logits(batch)
     each = (logits - batch.labels) ** 2
-    expected = (batch.weights * each).sum() / batch.weights.sum()
+    expected = (batch.weights * each).sum() / batch.weights.sum()  # pyright: ignore[reportOptionalOperand]
     np.testing.assert_allclose(losses, [expected], rtol=1e-5)
     values = compute_metrics(state.metrics)
     np.testing.assert_allclose(values["prediction"], 5)
@@ -353,6 +353,49 @@ def test_the_default_loss_is_logistic():
     np.testing.assert_allclose(
         binary_cross_entropy(logits, labels), expected, atol=1e-6
     )
+
+
+# Batches and states that are not the step's.
+
+
+def start(mesh_shape="1x1"):
+    network, tx = plain_network(), optax.adam(0.01)
+    collection = EmbeddingCollection(FEATURES, mesh=make_mesh(mesh_shape))
+    state = init_state(network, tx, collection)
+    return collection, state, make_train_step(network, tx, collection)
+
+
+def test_batches_of_evaluation_another_collection_or_twice_are_refused():
+    collection, state, step = start()
+    with pytest.raises(RuntimeError, match=r"prepared for evaluation \(train=False\)"):
+        step(state, prepare(collection, make_batch(0, 8), train=False))
+    other, _, _ = start()
+    with pytest.raises(RuntimeError, match="prepared by another collection"):
+        step(state, prepare(other, make_batch(0, 8), train=True))
+    prepared = prepare(collection, make_batch(0, 8), train=True)
+    state, _ = step(state, prepared)
+    with pytest.raises(RuntimeError, match="cannot be carried out after plan"):
+        step(state, prepared)
+
+
+def test_a_trained_collection_starts_no_second_state():
+    collection, state, step = start()
+    step(state, prepare(collection, make_batch(0, 8), train=True))
+    with pytest.raises(RuntimeError, match="make a new EmbeddingCollection"):
+        init_state(plain_network(), optax.adam(0.01), collection)
+
+
+def test_rows_of_abandoned_batches_have_their_first_values():
+    collection, state, step = start()
+    abandoned = make_batch(0, 8, keys=KEYS[:20])
+    prepare(collection, abandoned, train=True)  # planned, never stepped on
+    batch = prepare(collection, make_batch(1, 16, keys=KEYS[20:]), train=True)
+    state, _ = step(state, batch)
+    keys = np.unique(abandoned.fixed[0])
+    found = collection.read_rows(state.tables, "item", keys)
+    assert found["found"].all()
+    rows = first_rows(FEATURES, {"item": keys, "user": keys})["item"]
+    np.testing.assert_array_equal(found["rows"], rows)
 
 
 # Users' models.
@@ -392,7 +435,7 @@ def make_model(kind: str):
         module = NnxModel(nnx.Rngs(3))
         graph, params, state = nnx.split(module, nnx.Param, ...)
 
-        def call(params, state, dense, embeddings, device):
+        def call(params, state, dense, embeddings, device):  # pyright: ignore[reportRedeclaration]
             live = nnx.merge(graph, params, state, copy=True)
             live.train()
             key = live.dropout.rngs.key
@@ -426,7 +469,7 @@ def make_model(kind: str):
             mutable=list(state),
             rngs={"dropout": jax.random.fold_in(key, step)},
         )
-        return logits, changed | {"step": step + 1}
+        return logits, {**changed, "step": step + 1}
 
     return network, variables["params"], state, call
 
