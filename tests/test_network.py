@@ -136,7 +136,7 @@ def test_linen_metadata_is_unboxed():
                 "steps", "count", lambda: linen.Partitioned(jnp.zeros(()), ())
             )
             if not self.is_initializing():
-                steps.value = steps.value + 1
+                steps.value = steps.value + 1  # pyright: ignore[reportOperatorIssue]
             return linen.Dense(1, kernel_init=init)(dense)[:, 0]
 
     model = Boxed()
