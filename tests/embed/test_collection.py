@@ -25,6 +25,7 @@ from tests.embed.reference import (
     DenseTraining,
     first_rows,
     random_bags,
+    run_plan,
     unmix64,
     wide_keys,
 )
@@ -480,6 +481,65 @@ def test_free_slots_do_not_leak(mesh_shape):
         )  # fmt: skip
     jax.tree.map(np.testing.assert_array_equal, *runs)
     assert np.isfinite(runs[0][0]["out"]).all()
+
+
+def test_full_slabs_have_no_slot_to_spare():
+    """The padding of an update is written nowhere, not even into the last slot."""
+    keys = wide_keys(48)
+    collection = EmbeddingCollection(
+        one_of_each(), mesh=make_mesh("1x1"), device_rows=len(keys) * 2
+    )
+    few = [3, 40]
+    batches = [
+        Batch(np.ones(n), np.ones((n, 9)), np.stack([k] * 3), PLACEMENTS)
+        for n, k in ((48, keys), (2, keys[few]))
+    ]
+    network, tx = tanh_network(), optax.adam(0.01)
+    step = make_train_step(network, tx, collection)
+    state = init_state(network, tx, collection)
+    learnt = []
+    for batch in batches:
+        state, _ = step(state, prepare(collection, batch, train=True))
+        learnt.append(read_all(collection, state.tables, keys))
+    assert state.tables[0].rows.shape == (96, 3)
+    for placement in PLACEMENTS:
+        moved = (learnt[0][placement] != learnt[1][placement]).any(1)
+        np.testing.assert_array_equal(np.flatnonzero(moved), few)
+
+
+@pytest.mark.parametrize("mesh_shape", ["1x1", "2x1"])
+def test_full_arrays_have_no_zeros_to_spare(mesh_shape):
+    """An id without a row reads zeros also where no place of the arrays is padding."""
+    spec = TableSpec("item", 3)
+    features = {"mean": FeatureSpec(spec, "mean"), "none": FeatureSpec(spec, "none")}
+    collection = EmbeddingCollection(features, mesh=make_mesh(mesh_shape))
+    salt = collection.planner.tables[0][0].table.salt
+    keys = wide_keys(400)
+    owners = np.empty(len(keys), np.int32)
+    find_owners(keys + salt, -1, 2, owners)
+    if mesh_shape == "1x1":
+        keys = keys[:64]
+    else:  # one requester asks each of two owners for 16
+        keys = np.concatenate([keys[owners == owner][:16] for owner in range(2)])
+    # the second example is the second device's: it has none
+    values = Jagged(keys, np.array([len(keys), 0]))
+    state = plan_and_fill(collection, dict.fromkeys(features, values), 2)
+    absent = np.array([5], np.uint64)
+    values = Jagged(np.concatenate([keys, absent]), np.array([len(keys) + 1, 0]))
+    plan = collection.plan(dict.fromkeys(features, values), 2, train=False)
+    (group,) = plan.groups
+    assert group.received(collection.devices) == len(keys)
+    got = run_plan(collection, state, plan, 2)
+    rows = collection.read_rows(state, "item", keys)["rows"]
+    n = len(keys)
+    np.testing.assert_array_equal(got["none"].values[0, :n], rows)
+    assert not got["none"].values[0, n:].any()
+    assert not got["none"].values[1].any()
+    np.testing.assert_array_equal(got["none"].mask.sum(1), [n + 1, 0])
+    np.testing.assert_allclose(
+        got["mean"][0], rows.sum(0) / (n + 1), rtol=1e-4, atol=1e-6
+    )
+    assert not got["mean"][1].any()
 
 
 def test_low_precision_rows_train():

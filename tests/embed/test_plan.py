@@ -2,6 +2,7 @@
 
 import gc
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -439,10 +440,11 @@ def test_rows_of_abandoned_plans_are_made():
 @pytest.mark.parametrize("mesh_shape", ["1x1", "8x1"])
 def test_rows_that_are_planned_but_not_made_are_not_seen(mesh_shape):
     """Neither evaluation nor read_rows looks at slots that hold no row yet."""
-    collection = make({"x": FeatureSpec(table(), "mean")}, mesh_shape, device_rows=2)
+    collection = make({"x": FeatureSpec(table(), "mean")}, mesh_shape)
     keys = wide_keys(64)
     plan = collection.plan({"x": bags(keys[:8].tolist())}, 1, train=True)
-    state = collection.apply_fills(collection.init(), plan)
+    empty = jax.tree.map(lambda x: x + np.nan, collection.init())
+    state = collection.apply_fills(empty, plan)
     before = collection.read_rows(state, "item", keys)
     collection.plan({"x": bags(keys.tolist())}, 1, train=True)  # prefetched
     after = collection.read_rows(state, "item", keys)
@@ -457,6 +459,17 @@ def test_rows_that_are_planned_but_not_made_are_not_seen(mesh_shape):
     np.testing.assert_allclose(
         got["x"], [before["rows"][3] / 4, np.zeros(2)], rtol=1e-6
     )
+
+
+@pytest.mark.parametrize("mesh_shape", ["1x1", "8x1"])
+def test_rows_beyond_the_slab_are_not_read(mesh_shape):
+    """A plan may give out more slots than the slab has until it is applied."""
+    collection = make({"x": FeatureSpec(table())}, mesh_shape, device_rows=2)
+    keys = wide_keys(64)
+    state = collection.init()
+    collection.plan({"x": keys}, 64, train=True)
+    assert not collection.read_rows(state, "item", keys)["found"].any()
+    assert not embed_batch(collection, state, {"x": keys}, 64)["x"].any()
 
 
 def test_evaluation_inserts_nothing_and_unseen_keys_read_zeros(mesh):
