@@ -212,7 +212,11 @@ def main():
     for _ in range(a.rounds):
         for rows in a.table_rows:
             for v in variants:
-                found.setdefault((rows, v), []).append(run_worker(a, v, rows))
+                report = run_worker(a, v, rows)
+                found.setdefault((rows, v), []).append(report)
+                speed, cpu = report["examples_per_s"], report["cpu_ms"]
+                line = f"{rows:.0e} {v}: {speed:.0f} examples/s, CPU {cpu:.0f} ms/step"
+                print(line, file=sys.stderr, flush=True)
     print("table rows | variant | examples/s, median (min-max) | CPU ms/step | ours is")
     result = {"benchmark": "ctr", "batch": a.batch, "rounds": a.rounds}
     for rows in a.table_rows:

@@ -114,6 +114,15 @@ def main(config: Config) -> dict[str, Any]:
     collection, network = build(config, data, mesh)
     users = Index() if data.has_groups else None
     steps = total_steps(config, data.train_rows)
+    if config.steps is not None and steps < config.steps:
+        log.warning(
+            "--steps %d is more than the data have: %d steps in %d epochs of %d rows."
+            " Raise --epochs to go on",
+            config.steps,
+            steps,
+            config.epochs,
+            data.train_rows,
+        )
     tx = config.optim.dense_optimizer(steps)
     state = init_state(network, tx, collection, train_metrics())
     microbatch = config.microbatch_size
@@ -186,7 +195,16 @@ def total_steps(config: Config, rows: int) -> int:
 
 
 def build(config: Config, data: Opened, mesh):
-    """The tables and the network for the features of the data."""
+    """The tables and the network for the features of the data.
+
+    Raises:
+      ValueError: for data without a keyed feature.
+    """
+    if not data.features:
+        raise ValueError(
+            "no column has keys, so there is nothing to embed. Name such columns with"
+            f" --data.categorical or --data.bags; what was found is\n{data.description}"
+        )
     model = MODELS[config.model.name]
     steps = total_steps(config, data.train_rows)
     rows = config.optim.row_optimizer(steps, config.batch_size)

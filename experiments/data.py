@@ -1,7 +1,7 @@
 """Opening click logs for a program: formats, splits, and what the features are."""
 
-import gzip
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from shardjax import data as sources
 from shardjax.data import InMemory, Source, Synthetic, count_rows, split_rows
-from shardjax.data.files import find_files
+from shardjax.data.files import find_files, open_bytes
 
 Format = Literal[
     "auto", "criteo", "csv", "parquet", "arrow", "libsvm", "slots", "synthetic"
@@ -237,9 +237,11 @@ def guess_format(path: str) -> str:
         return "parquet"
     if ending in (".arrow", ".feather", ".ipc", ".arrows"):
         return "arrow"
-    opener = gzip.open if suffixes[-1:] == [".gz"] else open
-    with opener(file, "rb") as stream:
-        line = stream.readline(1 << 20).decode("utf-8", "replace").rstrip("\r\n")
+    with open_bytes(str(file)) as stream:
+        try:
+            line = stream.readline(1 << 20).decode("utf-8", "replace").rstrip("\r\n")
+        except (EOFError, OSError, zlib.error) as error:
+            raise OSError(f"{file}: cannot be unpacked: {error}") from error
     fields = line.split("\t")
     if len(fields) in (40, 41) and fields[0] in ("0", "1"):
         return "criteo"

@@ -22,6 +22,7 @@ from shardjax.embed.layout import Layout, pack
 from shardjax.embed.plan import Plan
 from shardjax.metrics import Metric
 from shardjax.network import Network
+from shardjax.pacing import Pace
 from shardjax.state import TrainState, stack_metrics
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
@@ -260,9 +261,15 @@ def make_train_step(
             metrics=metrics,
         ), {"loss": value}
 
+    pace = Pace()
+
     def step(state: TrainState, batch: PreparedBatch):
+        pace.wait()
         tables = collection.apply_fills(state.tables, batch.plan)
-        return run(state.replace(tables=tables), batch.packed, layout=batch.layout)
+        state = state.replace(tables=tables)
+        state, info = run(state, batch.packed, layout=batch.layout)
+        pace.add(info["loss"])
+        return state, info
 
     step.jitted = run
     return step
@@ -351,8 +358,11 @@ def make_eval_step(
             check_vma=False,
         )(params, model_state, tables, metrics, packed)
 
+    pace = Pace()
+
     def step(state: TrainState, metrics, batch: PreparedBatch):
-        return run(
+        pace.wait()
+        metrics, predictions = run(
             state.params,
             state.model_state,
             state.tables,
@@ -360,6 +370,8 @@ def make_eval_step(
             batch.packed,
             layout=batch.layout,
         )
+        pace.add(predictions)
+        return metrics, predictions
 
     step.jitted = run
     return step

@@ -244,3 +244,24 @@ def test_a_loss_that_is_not_finite_stops_the_run():
     optim = {"dense": "sgd", "dense_lr": 1e30, "rows_lr": 1e30, "decay": "none"}
     with pytest.raises(ValueError, match="the training loss is .* at step"):
         ctr.main(small(optim=optim, log_every=1, model={"name": "dlrm"}))
+
+
+def test_data_without_keys_is_refused(tmp_path):
+    path = tmp_path / "numbers.csv"
+    path.write_text("click,price\n" + "".join(f"{i % 2},{i}.5\n" for i in range(50)))
+    with pytest.raises(ValueError, match=r"no column has keys.*--data\.categorical"):
+        ctr.main(ctr.from_anything({"data": {"path": str(path)}}))
+
+
+def test_steps_beyond_the_data_are_noticed(caplog):
+    assert ctr.main(small(steps=9))["steps"] == 8
+    assert "--steps 9 is more than the data have: 8 steps" in caplog.text
+
+
+def test_a_file_that_only_claims_to_be_gzip(tmp_path):
+    path = tmp_path / "clicks.txt.gz"
+    path.write_bytes(b"\x1f\x8b nothing")
+    with pytest.raises(OSError, match=r"clicks\.txt\.gz: cannot be unpacked"):
+        guess_format(str(path))
+    path.write_bytes(b"1 3:1 10:0.5\n")
+    assert guess_format(str(path)) == "libsvm"

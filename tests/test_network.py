@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
+from shardjax.embed import EmbeddingCollection, FeatureSpec, TableSpec
+from shardjax.mesh import make_mesh
 from shardjax.network import Network, as_network, from_linen, from_nnx
 
 DENSE = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
@@ -172,3 +174,29 @@ def test_as_network():
     hint = r"got LinenModel\([^$]* Wrap a linen module: from_linen\(module, module.init"
     with pytest.raises(TypeError, match=hint):
         as_network(LinenModel())
+
+
+def test_a_linen_module_is_initialized_with_example_embeddings():
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, dense, embeddings):
+            items, history = embeddings["item"], embeddings["history"]
+            mean = jnp.where(history.mask[..., None], history.values, 0).sum(1)
+            return linen.Dense(1)(jnp.concatenate([dense, items, mean], 1))[:, 0]
+
+    table = TableSpec("item", dim=4)
+    features = {
+        "item": FeatureSpec(table),
+        "history": FeatureSpec(table, combiner="none", max_length=5),
+    }
+    collection = EmbeddingCollection(features, mesh=make_mesh("1x1"))
+    embeddings = collection.example_embeddings(6)
+    assert embeddings["history"].values.shape == (6, 5, 4)
+    assert embeddings["history"].mask.shape == (6, 5)
+    model = Model()
+    network = from_linen(model, model.init(jax.random.key(0), DENSE, embeddings))
+    assert network.params["Dense_0"]["kernel"].shape == (3 + 4 + 4, 1)
+    logits, _ = network.apply(
+        network.params, network.state, DENSE, embeddings, train=True
+    )
+    assert logits.shape == (6,)

@@ -9,7 +9,13 @@ import numpy as np
 import pyarrow as pa
 
 from shardjax.data.batch import Batch
-from shardjax.data.columns import Columns, TableOptions, check_names, infer_columns
+from shardjax.data.columns import (
+    LABEL_NAMES,
+    Columns,
+    TableOptions,
+    check_names,
+    infer_columns,
+)
 from shardjax.data.delimited import Dialect, guess_delimiter
 from shardjax.data.files import (
     BLOCK_BYTES,
@@ -96,8 +102,16 @@ def csv(
     dialect = Dialect(delimiter, quote)
     block = _first_block(files, block_bytes, dialect)
     cells, end = dialect.first_row(block)
+    separator = options.get("bag_separator", "|")
+    if separator == delimiter:
+        raise ValueError(
+            f"`bag_separator` and `delimiter` must differ, got {delimiter!r} for both: keys"
+            " of a bag could not be told from columns"
+        )
     if header is None:
         header = names is None and _are_names(cells)
+        if names is None and not header:
+            _refuse_repeated_names(block.path, cells, options.get("label"))
     if names is not None:
         by_name = False
         names = tuple(names)
@@ -228,6 +242,18 @@ def _are_names(cells: Sequence[str]) -> bool:
     numbers, wrong = parse_numbers(Cells.of(cells))
     is_number = ~wrong & ~np.isnan(numbers)
     return len(set(cells)) == len(cells) and not is_number.any()
+
+
+def _refuse_repeated_names(path: str, cells: Sequence[str], label: str | None) -> None:
+    """Raises if a first row that names the label cannot be a header."""
+    named = [c for c in cells if c == label or c.strip().lower() in LABEL_NAMES]
+    twice = next((c for c in cells if cells.count(c) > 1), None)
+    if named and twice is not None:
+        raise ValueError(
+            f"{path}, line 1: column names must differ, got {twice!r} twice in what looks"
+            f" like a header (it has {named[0]!r}). Rename one, or give `header=False` if"
+            " this is data, or `names` and `header=True` to replace them"
+        )
 
 
 def _typed(cells: Cells) -> pa.Array:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardjax.embed.exchange import embed_group, gather_rows, scatter_rows
+from shardjax.embed.exchange import Sequence, embed_group, gather_rows, scatter_rows
 from shardjax.embed.groups import Group, plan_groups
 from shardjax.embed.jagged import Jagged, as_keys
 from shardjax.embed.layout import Layout
@@ -149,6 +149,38 @@ class EmbeddingCollection:
         """Slots per device that a group's slab has at present."""
         owners = 1 if self.groups[group].replicated else self.devices
         return state[group].rows.shape[0] // owners
+
+    def example_embeddings(self, examples: int = 1) -> dict[str, jax.Array | Sequence]:
+        """Zeros shaped as what a model gets, for `module.init` of a linen module.
+
+        Args:
+          examples: how many.
+
+        Returns:
+          By feature: [examples, dim] of the table's dtype, or for combiner `none` a
+          `Sequence` of `max_length` (1 where there is none) masked positions.
+
+        Example:
+          >>> import shardjax as sj
+          >>> item = sj.embed.TableSpec("item", dim=4)
+          >>> collection = sj.embed.EmbeddingCollection(
+          ...     {"item_id": sj.embed.FeatureSpec(item)}, mesh=sj.make_mesh("1x1")
+          ... )
+          >>> collection.example_embeddings(2)["item_id"].shape
+          (2, 4)
+        """
+        examples_by_name: dict[str, jax.Array | Sequence] = {}
+        for name, feature in self.features.items():
+            dim, dtype = feature.table.dim, feature.table.dtype
+            if feature.combiner == "none":
+                length = feature.max_length or 1
+                examples_by_name[name] = Sequence(
+                    jnp.zeros((examples, length, dim), dtype),
+                    jnp.zeros((examples, length), bool),
+                )
+            else:
+                examples_by_name[name] = jnp.zeros((examples, dim), dtype)
+        return examples_by_name
 
     def plan(
         self,

@@ -33,7 +33,7 @@ from shardjax.embed.spec import FeatureSpec, Initializer
 
 COUNTERS = (
     "ids", "unique_ids", "inserted", "unseen", "rejected", "bad_ids", "padding_ids",
-    "truncated",
+    "truncated", "unused_ids",
 )  # fmt: skip
 
 
@@ -221,6 +221,11 @@ class Planner:
             counters["truncated"] = sum(x.truncated for x in inputs.values())
             counters["padding_ids"] = sum(x.padding for x in inputs.values())
             counters["ids"] = sum(len(x.keys) + x.padding for x in inputs.values())
+            counters["unused_ids"] = sum(
+                len(x.values if isinstance(x, Jagged) else x)
+                for name, x in features.items()
+                if name not in self.features
+            )
             raws = self._translate(inputs, train, counters)
             # from here on nothing fails: only now may the planner change
             self._size(train, ("examples",), examples, examples)

@@ -373,3 +373,25 @@ def test_memory_is_bounded_by_the_block(tmp_path):
     tracemalloc.stop()
     assert rows == 200_000
     assert peak < 1 << 20
+
+
+def test_a_header_with_a_name_twice_is_refused(tmp_path):
+    path = write(tmp_path / "a.csv", "click,city,city\n1,Rome,Oslo\n")
+    message = r"a\.csv, line 1: column names must differ, got 'city' twice .* 'click'"
+    with pytest.raises(ValueError, match=message):
+        csv(path)
+    path = write(tmp_path / "b.csv", "won,city,city\n1,Rome,Oslo\n")
+    with pytest.raises(ValueError, match="'city' twice"):
+        csv(path, label="won")
+
+
+def test_repeated_cells_of_a_file_without_names_are_data(tmp_path):
+    path = write(tmp_path / "a.csv", "1,x,x\n0,y,x\n")
+    assert read(path).fixed.tolist() == [[key("x"), key("y")], [key("x")] * 2]
+
+
+def test_a_bag_separator_must_not_be_the_delimiter(tmp_path):
+    path = write(tmp_path / "a.csv", "click|tags\n1|a\n")
+    with pytest.raises(ValueError, match="`bag_separator` and `delimiter` must differ"):
+        csv(path, delimiter="|")
+    assert csv(path, delimiter="|", bag_separator=";").feature_names == ("tags",)

@@ -528,3 +528,16 @@ def test_counters_of_a_batch():
     assert {name: counters[name] for name in expected} == expected
     assert 1.0 <= counters["exchange_imbalance"] <= 2.0
     assert counters["padding_rows"] == 2 * 64 - 3
+
+
+def test_keys_of_features_that_nobody_reads_are_counted():
+    collection = make({"item_id": FeatureSpec(table())})
+    values = {
+        "item_id": np.array([1, 2]),
+        "a": np.array([3, 4]),
+        "b": bags([5], [6, 7]),
+    }
+    assert collection.plan(values, 2, train=True).counters["unused_ids"] == 5
+    assert (
+        collection.plan({"item_id": [1, 2]}, 2, train=True).counters["unused_ids"] == 0
+    )

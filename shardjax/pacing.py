@@ -1,0 +1,45 @@
+"""How far the host may run ahead of the devices."""
+
+from collections import deque
+from typing import Any
+
+import jax
+
+
+class Pace:
+    """Lets a limited number of steps be under way at a time.
+
+    A host that dispatches without end gains nothing over one that is two steps ahead,
+    holds the inputs of all these steps, and on the CPU may stop for good: jaxlib 0.10
+    lets 32 programs per device be in flight, a launch beyond waits on one of the few
+    threads that also run the programs, and if the others wait in a collective for the
+    device whose launch this is, nothing moves any more.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> pace = Pace(limit=2)
+      >>> for i in range(5):
+      ...     pace.wait()
+      ...     pace.add(jnp.ones(3) + i)
+      >>> pace.under_way
+      2
+    """
+
+    def __init__(self, limit: int = 2):
+        """Starts with nothing under way; `limit` is how many steps may be."""
+        self._limit = limit
+        self._steps: deque[Any] = deque()
+
+    @property
+    def under_way(self) -> int:
+        """Steps that nobody has waited for yet."""
+        return len(self._steps)
+
+    def wait(self) -> None:
+        """Waits until one more step may be dispatched."""
+        while len(self._steps) >= self._limit:
+            jax.block_until_ready(self._steps.popleft())
+
+    def add(self, result: Any) -> None:
+        """Notes a dispatched step by an array of its results, not donated later."""
+        self._steps.append(result)
