@@ -68,7 +68,7 @@ def ours(a):
     collection = embed.EmbeddingCollection(
         {n: embed.FeatureSpec(embed.TableSpec(n, DIM, optimizer=rows)) for n in NAMES},
         mesh=mesh,
-        device_rows=a.rows // mesh.size + 20_000,
+        initial_rows=a.rows // mesh.size + 20_000,
     )
     network = from_nnx(
         models.DLRM(features=NAMES, n_dense=DENSE, dim=DIM, rngs=nnx.Rngs(0))

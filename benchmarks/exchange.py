@@ -51,7 +51,7 @@ def ours(mesh: str, kind: str, rows: int, batch: int):
             for n in NAMES
         },
         mesh=sj.make_mesh(mesh),
-        device_rows=rows // int(np.prod([int(x) for x in mesh.split("x")])) + 4096,
+        initial_rows=rows // int(np.prod([int(x) for x in mesh.split("x")])) + 4096,
     )
     features = dict(zip(NAMES, ids_of(kind, rows, batch), strict=True))
     plan = collection.plan(features, batch, train=True)

@@ -223,7 +223,7 @@ def build(config: Config, data: Opened, mesh):
         features,
         mesh=mesh,
         seed=config.seed,
-        device_rows=max(65536 // mesh.size, 1024),
+        initial_rows=max(65536 // mesh.size, 1024),
         threads=config.planner_threads,
     )
     network = model(

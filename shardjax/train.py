@@ -7,7 +7,7 @@ rows go back to their owners and are applied there. The optimizer of the paramet
 outside shard_map, in the same jit. The whole state is donated.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,10 +69,43 @@ def prepare(
     Raises:
       PlanError, ValueError, TypeError: see `shardjax.embed.plan.Planner.plan`.
     """
+    plan = collection.plan(_features(batch), len(batch.labels), train=train)
+    return _send(collection, batch, plan, groups)
+
+
+def prepare_window(
+    collection: EmbeddingCollection, batches: Sequence[Any]
+) -> Iterator[PreparedBatch]:
+    """Plans training batches whose rows shall be on the devices together.
+
+    Like `prepare` of one after the other, with the same result, but rows move between
+    the devices and the storage only before the first of them. Give it to a
+    `shardjax.data.Loader` as `map` with `window=` the number of batches.
+
+    Args:
+      collection: the tables.
+      batches: as of `prepare`, to be trained on in this order.
+
+    Returns:
+      An iterator over one prepared batch for each. An error of a batch surfaces in its
+      place.
+
+    Raises:
+      PlanError, ValueError, TypeError: see `shardjax.embed.plan.Planner.plan_window`.
+    """
+    plans = collection.plan_window([(_features(b), len(b.labels)) for b in batches])
+    for batch, plan in zip(batches, plans, strict=False):
+        yield _send(collection, batch, plan, None)
+
+
+def _features(batch: Any) -> dict[str, Any]:
     features = dict(zip(batch.fixed_names, batch.fixed, strict=True))
-    features.update(batch.jagged)
+    return features | batch.jagged
+
+
+def _send(collection, batch, plan: Plan, groups: Index | None) -> PreparedBatch:
+    """Sends a planned batch to the devices."""
     size = len(batch.labels)
-    plan = collection.plan(features, size, train=train)
     devices, examples = collection.devices, plan.examples
 
     def deal(x, dtype: type = np.float32):
@@ -362,6 +395,7 @@ def make_eval_step(
 
     def step(state: TrainState, metrics, batch: PreparedBatch):
         pace.wait()
+        collection.planner.check_current(batch.plan)
         metrics, predictions = run(
             state.params,
             state.model_state,

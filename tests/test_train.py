@@ -625,7 +625,7 @@ def test_evaluation_between_prefetched_batches_sees_applied_rows_alone(mesh_shap
     evaluated = make_batch(9, 14)
     results = []
     for ahead in (0, 3):
-        collection = EmbeddingCollection(FEATURES, mesh=mesh, device_rows=2)
+        collection = EmbeddingCollection(FEATURES, mesh=mesh, initial_rows=2)
         state = init_state(network, tx, collection)
         step = make_train_step(network, tx, collection)
         look = make_eval_step(network, collection)

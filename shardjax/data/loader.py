@@ -12,7 +12,7 @@ The queues are bounded, so the threads are at most `prefetch + 4` batches ahead.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -55,7 +55,10 @@ class Loader(Generic[T]):
       shuffle_rows: rows of a shuffling window, see `shardjax.data.shuffling`.
       map: called on every batch in the order of the batches; what it returns is what
         the loop gets.
-      prefetch: how many finished batches may wait for the consumer.
+      window: with it, `map` is called on lists of so many batches that follow one another
+        (fewer at the end of an epoch) and gives an iterable of what the loop gets, one
+        for each.
+      prefetch: how many finished batches may wait for the consumer; at least a window.
       drop_last: leave out the rows at the end of an epoch that do not fill a batch.
         `dropped_rows` counts them.
 
@@ -85,7 +88,8 @@ class Loader(Generic[T]):
         *,
         shuffle_seed: int | None = None,
         shuffle_rows: int = 262_144,
-        map: Callable[[Batch], T] | None = None,
+        map: Callable[[Batch], T] | Callable[[list[Batch]], Iterable[T]] | None = None,
+        window: int | None = None,
         prefetch: int = 4,
         drop_last: bool = False,
     ):
@@ -94,12 +98,20 @@ class Loader(Generic[T]):
         check_count("prefetch", prefetch)
         if shuffle_seed is not None:
             check_count("shuffle_seed", shuffle_seed, least=0)
+        if window is not None:
+            check_count("window", window)
+            if map is None:
+                raise ValueError(
+                    f"`window` is how many batches `map` is called on, got {window} and no"
+                    " `map`"
+                )
         self.source = source
         self.batch_size = batch_size
         self.shuffle_seed = shuffle_seed
         self.shuffle_rows = shuffle_rows
         self.prefetch = prefetch
         self.drop_last = drop_last
+        self.window = window
         self._map = map
         self.epoch = 0
         self.batches = 0
@@ -274,7 +286,7 @@ class Loader(Generic[T]):
     def _run_epoch(self) -> Iterator[T]:
         self._check_idle("iterate over the loader twice at a time")
         self._running = True
-        mapped = _Channel(self.prefetch)
+        mapped = _Channel(max(self.prefetch, self.window or 1))
         channels, threads = [mapped], []
         try:
             if self._map is None:
@@ -283,7 +295,11 @@ class Loader(Generic[T]):
                 read = _Channel(_READ_AHEAD)
                 channels.append(read)
                 threads.append(_start(_read_into, self._read, read))
-                threads.append(_start(_map_into, self._map, read, mapped))
+                if self.window is None:
+                    threads.append(_start(_map_into, self._map, read, mapped))
+                else:
+                    job = (_map_windows_into, self._map, self.window, read, mapped)
+                    threads.append(_start(*job))
             while True:
                 began = time.perf_counter()
                 ready = mapped.get()
@@ -381,6 +397,31 @@ def _map_into(map: Callable, source: _Channel, out: _Channel) -> None:
             except BaseException as error:  # whatever it is, it belongs to the consumer
                 ready = _Ready(error=error)
         more = out.put(ready) and not ready.end and ready.error is None
+
+
+def _map_windows_into(
+    map: Callable, window: int, source: _Channel, out: _Channel
+) -> None:
+    """The mapping thread where `map` takes several batches at a time."""
+    last = None
+    while last is None:
+        several = []
+        while len(several) < window and last is None:
+            ready = source.get()
+            if ready.end or ready.error is not None:
+                last = ready
+            else:
+                several.append(ready)
+        try:
+            if several:
+                values = map([ready.value for ready in several])
+                for ready, value in zip(several, values, strict=True):
+                    ready.value = value
+                    if not out.put(ready):
+                        return
+        except BaseException as error:  # whatever it is, it belongs to the consumer
+            last = _Ready(error=error)
+    out.put(last)
 
 
 def _start(job: Callable, *args) -> threading.Thread:

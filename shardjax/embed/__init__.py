@@ -4,7 +4,6 @@ batch, examples (of one device), values (ids), rows (unique), slots, dim, device
 from shardjax.embed.collection import (
     EmbeddingCollection as EmbeddingCollection,
     EmbeddingState as EmbeddingState,
-    SlabState as SlabState,
 )
 from shardjax.embed.exchange import (
     Sequence as Sequence,
@@ -13,6 +12,7 @@ from shardjax.embed.exchange import (
 )
 from shardjax.embed.index import Index as Index
 from shardjax.embed.jagged import Jagged as Jagged, as_keys as as_keys
+from shardjax.embed.moves import SlabState as SlabState
 from shardjax.embed.optimizers import (
     RowOptimizerError as RowOptimizerError,
     rowwise_adagrad as rowwise_adagrad,
@@ -24,3 +24,4 @@ from shardjax.embed.spec import (
     uniform as uniform,
     zeros as zeros,
 )
+from shardjax.embed.storage import Storage as Storage

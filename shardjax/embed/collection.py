@@ -10,8 +10,7 @@ devices hold is a separate pytree, `EmbeddingState`, that goes in and out of fun
     ... a step: gather_rows, embed, update_rows inside jax.shard_map ...   # devices
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,30 +18,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardjax.embed.exchange import Sequence, embed_group, gather_rows, scatter_rows
+from shardjax.embed import exchange
+from shardjax.embed.exchange import embed_group, gather_rows, scatter_rows
 from shardjax.embed.groups import Group, plan_groups
 from shardjax.embed.jagged import Jagged, as_keys
 from shardjax.embed.layout import Layout
-from shardjax.embed.plan import Fill, Plan, Planner
-from shardjax.embed.spec import FeatureSpec, Initializer
+from shardjax.embed.moves import (
+    Fill,
+    Move,
+    SlabState,
+    fill_new,
+    fill_stored,
+    from_words,
+    gather_records,
+    slab_spec,
+    unpack_records,
+)
+from shardjax.embed.plan import Plan, Planner
+from shardjax.embed.spec import FeatureSpec
+from shardjax.embed.storage import Storage
 from shardjax.embed.translate import find_owners
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SlabState:
-    """One group's rows and their optimizer state.
-
-    A slab has the same number of slots on each of P devices; with placement
-    `data_parallel` all devices hold the same slots.
-    """
-
-    rows: (
-        jax.Array
-    )  # [P * slots, dim], dim 0 over all mesh axes; or [slots, dim], copied
-    row_state: list[jax.Array]  # [P * slots, ...] each, like rows
-    shared: list[jax.Array]  # any shape, on all devices: step counts, schedules
-
 
 EmbeddingState = tuple[SlabState, ...]
 
@@ -54,9 +49,11 @@ class EmbeddingCollection:
       features: by name. Features may share a table.
       mesh: a `jax.sharding.Mesh`; rows lie over all of its axes, and so do examples.
       seed: of the rows' initial values, each a function of (seed, table name, key).
-      device_rows: slots to allocate per device and slab at the start; slabs grow by
-        doubling as rows appear.
+      initial_rows: slots to allocate per device and slab at the start; without a
+        `storage` slabs grow by doubling as rows appear.
       threads: of the host that translate keys.
+      storage: how many rows the devices hold, and where the others lie; None for all on
+        the devices.
 
     Raises:
       ValueError, TypeError: for specs that do not fit together.
@@ -81,13 +78,14 @@ class EmbeddingCollection:
         *,
         mesh: jax.sharding.Mesh,
         seed: int = 0,
-        device_rows: int = 1024,
+        initial_rows: int = 1024,
         threads: int = 1,
+        storage: Storage | None = None,
     ):
         if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
             raise TypeError(f"`seed` must be an integer, got {seed!r}")
-        if device_rows < 1:
-            raise ValueError(f"`device_rows` must be positive, got {device_rows}")
+        if initial_rows < 1:
+            raise ValueError(f"`initial_rows` must be positive, got {initial_rows}")
         if threads < 1:
             raise ValueError(f"`threads` must be positive, got {threads}")
         self.features = dict(features)
@@ -96,9 +94,14 @@ class EmbeddingCollection:
         self.devices = mesh.size
         self.groups = plan_groups(self.features, self.devices)
         self.planner = Planner(
-            self.groups, self.features, self.devices, int(seed), threads=threads
+            self.groups,
+            self.features,
+            self.devices,
+            int(seed),
+            threads=threads,
+            storage=storage,
         )
-        self._device_rows = device_rows
+        self._initial_rows = initial_rows
 
     def spec(self, group: Group) -> jax.P:
         """How the slots of a group lie over the mesh."""
@@ -106,7 +109,7 @@ class EmbeddingCollection:
 
     def state_spec(self) -> EmbeddingState:
         """The PartitionSpec of every leaf of the state."""
-        return tuple(_slab_spec(g, self.spec(g)) for g in self.groups)
+        return tuple(slab_spec(g, self.spec(g)) for g in self.groups)
 
     def state_sharding(self) -> EmbeddingState:
         """The NamedSharding of every leaf of the state."""
@@ -131,12 +134,14 @@ class EmbeddingCollection:
 
         @partial(jax.jit, out_shardings=self.state_sharding())
         def make():
-            return tuple(self._empty_slab(g) for g in self.groups)
+            return tuple(self._empty_slab(g) for g in range(len(self.groups)))
 
         return make()
 
-    def _empty_slab(self, group: Group) -> SlabState:
-        slots = self._device_rows * (1 if group.replicated else self.devices)
+    def _empty_slab(self, g: int) -> SlabState:
+        group = self.groups[g]
+        slots = self.planner.tiers[g].residents.capacity or self._initial_rows
+        slots *= 1 if group.replicated else self.devices
         leaves = group.optimizer.row_leaves
         _, shared = group.optimizer.init(jnp.zeros((1, group.dim), group.dtype))
         return SlabState(
@@ -150,7 +155,7 @@ class EmbeddingCollection:
         owners = 1 if self.groups[group].replicated else self.devices
         return state[group].rows.shape[0] // owners
 
-    def example_embeddings(self, examples: int = 1) -> dict[str, jax.Array | Sequence]:
+    def example_embeddings(self, examples: int = 1) -> dict[str, jax.Array | exchange.Sequence]:
         """Zeros shaped as what a model gets, for `module.init` of a linen module.
 
         Args:
@@ -169,12 +174,12 @@ class EmbeddingCollection:
           >>> collection.example_embeddings(2)["item_id"].shape
           (2, 4)
         """
-        examples_by_name: dict[str, jax.Array | Sequence] = {}
+        examples_by_name: dict[str, jax.Array | exchange.Sequence] = {}
         for name, feature in self.features.items():
             dim, dtype = feature.table.dim, feature.table.dtype
             if feature.combiner == "none":
                 length = feature.max_length or 1
-                examples_by_name[name] = Sequence(
+                examples_by_name[name] = exchange.Sequence(
                     jnp.zeros((examples, length, dim), dtype),
                     jnp.zeros((examples, length), bool),
                 )
@@ -192,8 +197,15 @@ class EmbeddingCollection:
         """Plans a batch on the host; see `shardjax.embed.plan.Planner.plan`."""
         return self.planner.plan(features, batch, train=train)
 
+    def plan_window(
+        self, batches: Sequence[tuple[Mapping[str, np.ndarray | Jagged], int]]
+    ) -> Iterator[Plan]:
+        """Plans training batches that follow one another, whose rows shall be on the
+        devices together; see `shardjax.embed.plan.Planner.plan_window`."""
+        return self.planner.plan_window(batches)
+
     def apply_fills(self, state: EmbeddingState, plan: Plan) -> EmbeddingState:
-        """Makes the rows that a training plan brought: grows slabs, writes first values.
+        """Brings the rows of a training plan: grows slabs, moves rows, writes first values.
 
         Plans must come in the order in which they were made.
 
@@ -207,17 +219,41 @@ class EmbeddingCollection:
         Raises:
           RuntimeError: for a plan that has been applied, or that is older than one.
         """
-        fills = self.planner.take_fills(plan)
         slabs = list(state)
-        for g, used in enumerate(plan.slots_used):
-            slots = self.slots(state, g)
-            if used.max() > slots:
-                while slots < used.max():
-                    slots *= 2
-                slabs[g] = self._grow(g, slabs[g], slots)
-        for fill in fills:
-            slabs[fill.group] = self._fill(slabs[fill.group], fill)
+        with self.planner.moving(plan) as moves:
+            for g, used in enumerate(plan.slots_used):
+                slots = self.slots(state, g)
+                if used.max() > slots:
+                    while slots < used.max():
+                        slots *= 2
+                    slabs[g] = self._grow(g, slabs[g], slots)
+            for move in moves:
+                slabs[move.group] = self._move(slabs[move.group], move)
         return tuple(slabs)
+
+    def _move(self, slab: SlabState, move: Move) -> SlabState:
+        """Gathers the rows that leave, writes those that come."""
+        group = self.groups[move.group]
+        options: Any = {
+            "group": group,
+            "mesh": self.mesh,
+            "spec": self.spec(group),
+        }
+        sharding = jax.NamedSharding(self.mesh, self.spec(group))
+
+        def put(x):
+            return jax.device_put(x.reshape(-1, *x.shape[2:]), sharding)
+
+        if move.write_back is not None:
+            slots = put(move.write_back.slots)
+            move.write_back.records = gather_records(slab, slots, **options)
+            move.write_back.records.copy_to_host_async()
+        if move.stored is not None:
+            records = put(move.stored.complete())
+            slab = fill_stored(slab, put(move.stored.slots), records, **options)
+        for fill in move.fills:
+            slab = self._fill(slab, fill, sharding, options)
+        return slab
 
     def _grow(self, g: int, slab: SlabState, slots: int) -> SlabState:
         spec = self.state_spec()[g]
@@ -237,18 +273,14 @@ class EmbeddingCollection:
 
         return grow(slab)
 
-    def _fill(self, slab: SlabState, fill: Fill) -> SlabState:
-        group = self.groups[fill.group]
-        sharding = jax.NamedSharding(self.mesh, self.spec(group))
+    def _fill(self, slab: SlabState, fill: Fill, sharding, options) -> SlabState:
         words = fill.words.reshape(-1).view(np.uint32).reshape(-1, 2)
-        return _fill_slab(
+        return fill_new(
             slab,
             jax.device_put(fill.slots.reshape(-1), sharding),
             jax.device_put(words, sharding),
-            group=group,
             initializer=fill.initializer,
-            mesh=self.mesh,
-            spec=self.spec(group),
+            **options,
         )
 
     def gather_rows(
@@ -259,10 +291,15 @@ class EmbeddingCollection:
         Returns:
           Per group [rows, dim], of this device as an owner.
         """
-        return tuple(
-            gather_rows(slab.rows, arrays[f"{g.name}/slots"])
-            for g, slab in zip(self.groups, state, strict=True)
-        )
+        out = []
+        for g, slab in zip(self.groups, state, strict=True):
+            rows = gather_rows(slab.rows, arrays[f"{g.name}/slots"])
+            if f"{g.name}/stored" in arrays:
+                words = arrays[f"{g.name}/stored"]
+                stored = from_words(words, (g.dim,), g.dtype)
+                rows = scatter_rows(rows, arrays[f"{g.name}/stored_at"], stored)
+            out.append(rows)
+        return tuple(out)
 
     def embed(
         self,
@@ -328,14 +365,16 @@ class EmbeddingCollection:
         Keys of plans that have not been applied have none yet.
         """
         g, entry = self._table(table)
-        salted, slots = entry.index.items()
-        _, found = self._locate(g, entry, salted, slots)
-        return salted[found] - entry.table.salt
+        salted, _ = entry.index.items()
+        owners = self._owners(g, entry.table.owner, salted)
+        slots, elsewhere, _ = self.planner.find(g, entry, salted, owners)
+        slots[elsewhere] = 0
+        return salted[slots >= 0] - entry.table.salt
 
     def read_rows(
         self, state: EmbeddingState, table: str, keys: np.ndarray
     ) -> dict[str, np.ndarray | list[np.ndarray]]:
-        """The rows of some keys, copied to the host.
+        """The rows of some keys, wherever they are, copied to the host.
 
         Args:
           state: of the devices.
@@ -352,27 +391,37 @@ class EmbeddingCollection:
         """
         g, entry = self._table(table)
         salted = as_keys(keys, table) + entry.table.salt
-        where = entry.index.lookup(salted)
-        owners, found = self._locate(g, entry, salted, where)
+        owners = self._owners(g, entry.table.owner, salted)
+        where, elsewhere, records = self.planner.find(g, entry, salted, owners)
+        found = where >= 0
         at = owners.astype(np.int64) * self.slots(state, g) + where
         slots = np.where(found, at, np.iinfo(np.int32).max).astype(np.int32)
-
-        def read(x):
-            return np.asarray(x.at[slots].get(mode="fill", fill_value=0))
-
+        found[elsewhere] = True
         slab = state[g]
+        stored: list[Any] = [None] * (1 + len(slab.row_state))
+        if len(elsewhere):
+            stored = list(unpack_records(self.groups[g], jnp.asarray(records)))
+
+        def read(x, more):
+            out = np.array(x.at[slots].get(mode="fill", fill_value=0))
+            if more is not None:
+                out[elsewhere] = more
+            return out
+
         return {
-            "rows": read(slab.rows),
-            "row_state": [read(x) for x in slab.row_state],
+            "rows": read(slab.rows, stored[0]),
+            "row_state": [
+                read(x, more) for x, more in zip(slab.row_state, stored[1:], strict=True)
+            ],
             "found": found,
         }
 
-    def _locate(self, g: int, entry, salted, slots):
-        """Owners of keys, and whether their slots hold a row on the devices."""
+    def _owners(self, g: int, single: int, salted: np.ndarray) -> np.ndarray:
+        """The owner device of each of some keys of a table."""
         owners = np.zeros(len(salted), np.int32)
         devices = 1 if self.groups[g].replicated else self.devices
-        find_owners(salted, entry.table.owner, devices, owners)
-        return owners, (slots >= 0) & (slots < self.planner.applied[g][owners])
+        find_owners(salted, single, devices, owners)
+        return owners
 
     def _table(self, name: str):
         for g, tables in enumerate(self.planner.tables):
@@ -381,47 +430,3 @@ class EmbeddingCollection:
                     return g, state
         known = [s.table.spec.name for tables in self.planner.tables for s in tables]
         raise KeyError(f"no table is named {name!r}; the tables are {known}")
-
-
-def _slab_spec(group: Group, spec: Any) -> SlabState:
-    """A slab whose leaves are PartitionSpecs: `spec` for rows, copies for the rest."""
-    row_state: list[Any] = [spec] * len(group.optimizer.row_leaves)
-    shared: list[Any] = [jax.P()] * group.optimizer.is_row.count(False)
-    return SlabState(spec, row_state, shared)
-
-
-@partial(
-    jax.jit,
-    static_argnames=("group", "initializer", "mesh", "spec"),
-    donate_argnames="slab",
-)
-def _fill_slab(
-    slab: SlabState,
-    slots: jax.Array,
-    words: jax.Array,
-    *,
-    group: Group,
-    initializer: Initializer,
-    mesh: jax.sharding.Mesh,
-    spec: jax.P,
-) -> SlabState:
-    """Writes first values: int32 [owners * n] slots, uint32 [owners * n, 2] bits."""
-    slab_spec = _slab_spec(group, spec)
-
-    @partial(
-        jax.shard_map, mesh=mesh, in_specs=(slab_spec, spec, spec), out_specs=slab_spec
-    )
-    def fill(slab, slots, words):
-        keys = jax.random.wrap_key_data(words, impl="threefry2x32")
-        rows = jax.vmap(lambda k: initializer(k, (group.dim,), group.dtype))(keys)
-        row_state, _ = group.optimizer.init(rows)
-        return SlabState(
-            scatter_rows(slab.rows, slots, rows),
-            [
-                scatter_rows(x, slots, new)
-                for x, new in zip(slab.row_state, row_state, strict=True)
-            ],
-            slab.shared,
-        )
-
-    return fill(slab, slots, words)

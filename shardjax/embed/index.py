@@ -5,9 +5,12 @@ One numpy array of 16-byte entries, four to a cache line::
     table[i, 0] = key
     table[i, 1] = slot << 32 | position       slot 2**32 - 1: the entry is empty
 
-``position`` belongs to the planner: the place of the key in the list of unique keys of
-the batch being planned. It is only believed when that list points back at the entry
-(a sparse set), so nothing has to be cleared between batches.
+The planner gives ``slot`` a wider meaning, *where* a key's row is: below HOST a slot of
+its owner device, from HOST on a row of the RAM tier, from PENDING on (while a window is
+being planned) the number of a row that is to come. ``position`` belongs to the planner
+too: the place of the key in the list of unique keys of the batch being planned. It is
+only believed when that list points back at the entry (a sparse set), so nothing has to be
+cleared between batches.
 
 Every 64-bit key is legal. The kernels release the GIL.
 """
@@ -22,6 +25,8 @@ from shardjax.embed.jagged import as_keys
 
 EMPTY = np.uint64(0xFFFFFFFF)
 NEW = np.uint64(0xFFFFFFFE)
+HOST = np.uint64(1 << 30)
+PENDING = np.uint64(1 << 31)
 EMPTY_ENTRY = np.uint64(0xFFFFFFFF_00000000)
 MAX_LOAD = 0.6
 MIN_CAPACITY = 64
@@ -113,16 +118,24 @@ def _insert(table, keys, slots):
 
 
 @numba.njit(nogil=True, cache=True)
-def rehash(old, new, keep_new):
-    """Copies the entries of `old` into the larger `new`; returns how many.
+def find(table, key):
+    """The entry that holds `key`, or the number of entries if there is none."""
+    mask = np.uint64(table.shape[0] - 1)
+    i = mix64(key) & mask
+    while table[i, 1] >> _32 != EMPTY:
+        if table[i, 0] == key:
+            return np.int64(i)
+        i = (i + _1) & mask
+    return np.int64(table.shape[0])
 
-    Entries whose slot is NEW are left behind unless `keep_new`.
-    """
+
+@numba.njit(nogil=True, cache=True)
+def rehash(old, new):
+    """Copies the entries of `old` into the larger `new`; returns how many."""
     mask = np.uint64(new.shape[0] - 1)
     count = 0
     for j in range(old.shape[0]):
-        slot = old[j, 1] >> _32
-        if slot == EMPTY or (slot == NEW and not keep_new):
+        if old[j, 1] >> _32 == EMPTY:
             continue
         i = mix64(old[j, 0]) & mask
         while new[i, 1] >> _32 != EMPTY:
@@ -134,15 +147,47 @@ def rehash(old, new, keep_new):
 
 
 @numba.njit(nogil=True, cache=True)
-def find(table, key):
-    """The entry that holds `key`, or the number of entries if there is none."""
+def remove(table, keys):
+    """Removes those of `keys` that are there; returns how many.
+
+    What follows an entry moves up (Knuth, vol. 3, 6.4, algorithm R): no tombstones.
+    """
     mask = np.uint64(table.shape[0] - 1)
-    i = mix64(key) & mask
-    while table[i, 1] >> _32 != EMPTY:
-        if table[i, 0] == key:
-            return np.int64(i)
-        i = (i + _1) & mask
-    return np.int64(table.shape[0])
+    removed = 0
+    for key in keys:
+        at = find(table, key)
+        if at == table.shape[0]:
+            continue
+        hole = np.uint64(at)
+        i = (hole + _1) & mask
+        while table[i, 1] >> _32 != EMPTY:
+            home = mix64(table[i, 0]) & mask
+            if (i - home) & mask >= (i - hole) & mask:
+                table[hole, 0] = table[i, 0]
+                table[hole, 1] = table[i, 1]
+                hole = i
+            i = (i + _1) & mask
+        table[hole, 1] = EMPTY_ENTRY
+        removed += 1
+    return removed
+
+
+@numba.njit(nogil=True, cache=True)
+def relocate(table, keys, where):
+    """Writes where each of `keys`, all of them there, has its row: int64 [n]."""
+    mask = np.uint64(table.shape[0] - 1)
+    home = np.empty(_BLOCK, np.uint64)
+    for start in range(0, keys.shape[0], _BLOCK):
+        stop = min(start + _BLOCK, keys.shape[0])
+        for j in range(start, stop):
+            i = mix64(keys[j]) & mask
+            home[j - start] = i
+            prefetch(table, i)  # pyright: ignore[reportCallIssue]
+        for j in range(start, stop):
+            i = home[j - start]
+            while table[i, 0] != keys[j] or table[i, 1] >> _32 == EMPTY:
+                i = (i + _1) & mask
+            table[i, 1] = np.uint64(where[j]) << _32 | (table[i, 1] & _LOW)
 
 
 def empty_table(entries: int) -> np.ndarray:
@@ -178,19 +223,25 @@ class Index:
     def __len__(self) -> int:
         return self.count
 
-    def reserve(self, count: int, keep_new: bool = True) -> None:
+    def reserve(self, count: int) -> None:
         """Grows the table so that `count` keys fit."""
         entries = entries_for(count)
         if entries > len(self.table):
             table = empty_table(entries)
-            self.count = rehash(self.table, table, keep_new)
+            self.count = rehash(self.table, table)
             self.table = table
 
-    def discard_new(self) -> None:
-        """Forgets the entries that a planner marked NEW and never gave a slot."""
-        table = empty_table(len(self.table))
-        self.count = rehash(self.table, table, False)
-        self.table = table
+    def remove(self, keys: np.ndarray) -> None:
+        """Forgets those of `keys`, uint64 [n], that it knows.
+
+        Example:
+          >>> index = Index()
+          >>> index.insert(np.array([7, 8], np.uint64), np.array([0, 1]))
+          >>> index.remove(np.array([7, 9], np.uint64))
+          >>> len(index), index.lookup(np.array([7, 8], np.uint64)).tolist()
+          (1, [-1, 1])
+        """
+        self.count -= remove(self.table, as_keys(keys))
 
     def insert(self, keys: np.ndarray, slots: np.ndarray) -> None:
         """Maps each of `keys`, uint64 [n], to its slot, int32 [n]; the last one wins.

@@ -73,6 +73,8 @@ class GroupLayout:
       values: ids of the pooled features per requester, padding included.
       weighted: whether the ids of the pooled features have weights.
       sequences: the features with combiner `none`.
+      stored: rows per owner that come with the batch because they are not on its device,
+        padding included; for evaluation.
     """
 
     name: str
@@ -84,6 +86,7 @@ class GroupLayout:
     values: int
     weighted: bool
     sequences: tuple[SequenceLayout, ...]
+    stored: int = 0
 
     def received(self, devices: int) -> int:
         """Rows a requester has to choose from."""

@@ -17,15 +17,11 @@ from shardjax.embed.index import EMPTY, NEW, find, mix64, prefetch
 COUNT = 0  # keys in the table's index
 UNIQUE = 1  # unique keys of this batch so far, over all requesters
 LIMIT = 2  # index entries that may be used before the index must grow
-CAPACITY = 3  # rows the table may have
-INSERTED = 4  # keys this batch brought
-UNSEEN = 5  # ids without a row (evaluation)
-REJECTED = 6  # ids refused because the table is full
-BAD = 7  # ids outside a fixed vocabulary
-FIRST_BAD = 8  # position of the first of them
-PADDING = 9  # ids equal to the feature's padding id
-FIRST_REJECTED = 10  # position of the first refused id
-N_COUNTERS = 11
+UNSEEN = 3  # ids without a row (evaluation)
+BAD = 4  # ids outside a fixed vocabulary
+FIRST_BAD = 5  # position of the first of them
+PADDING = 6  # ids equal to the feature's padding id
+N_COUNTERS = 7
 
 # what stands in `raw` for an id that reads no row
 NO_ROW = -1  # reads zeros, counts in a mean
@@ -116,12 +112,6 @@ def translate(
                         counters[UNSEEN] += 1
                         raw[j] = NO_ROW
                         continue
-                    if count >= counters[CAPACITY]:
-                        if counters[REJECTED] == 0:
-                            counters[FIRST_REJECTED] = j
-                        counters[REJECTED] += 1
-                        raw[j] = NO_ROW
-                        continue
                     if count >= counters[LIMIT]:
                         counters[UNIQUE] = unique
                         counters[COUNT] = count
@@ -129,7 +119,6 @@ def translate(
                     table[i, 0] = key
                     entry = NEW << _32
                     count += 1
-                    counters[INSERTED] += 1
                     position = unique
                     known = False
                 else:
@@ -174,47 +163,12 @@ def find_owners(salted_keys, single_owner, devices, owners):
 
 
 @numba.njit(nogil=True, cache=True)
-def assign(
-    table, unique_entry, unique, single_owner, devices, next_slot, slots, owners
-):
-    """Gives every unique key of one table its owner device, and new keys a slot.
-
-    Args:
-      table: the index array; entries marked NEW get the owner's next slot.
-      unique_entry: int32 [..]: entry of each unique key.
-      unique: how many of them.
-      single_owner: the one owner of the table's rows, or -1.
-      devices: number of owners.
-      next_slot: int32 [devices], in and out: the first slot never used.
-      slots: int32 [..], out: slot of each unique key on its owner; new ones as -1 - slot.
-      owners: int32 [..], out.
-
-    Returns:
-      The number of new keys.
-    """
-    new = 0
-    for g in range(unique):
-        i = unique_entry[g]
-        entry = table[i, 1]
-        owner = owner_of(table[i, 0], single_owner, devices)
-        owners[g] = owner
-        if entry >> _32 == NEW:
-            slot = next_slot[owner]
-            next_slot[owner] = slot + 1
-            table[i, 1] = np.uint64(slot) << _32 | (entry & _LOW)
-            slots[g] = -1 - slot
-            new += 1
-        else:
-            slots[g] = np.int32(entry >> _32)
-    return new
-
-
-@numba.njit(nogil=True, cache=True)
 def list_owned(slots, owners, unique, own_count, own_slots, own_position):
     """Appends one table's unique rows to the lists of the rows each owner updates.
 
     Args:
-      slots: int32 [..]: slot of each unique key; new ones as -1 - slot.
+      slots: int32 [..]: slot of each unique key, -1 for none: then its place in the list
+        is filled with a slot that is past the end of any slab.
       owners: int32 [..]: owner of each unique key.
       own_count: int32 [devices], in and out: length of each owner's list.
       own_slots: int32 [devices, ..], out: the lists.
@@ -223,10 +177,26 @@ def list_owned(slots, owners, unique, own_count, own_slots, own_position):
     for g in range(unique):
         owner = owners[g]
         m = own_count[owner]
-        slot = slots[g]
-        own_slots[owner, m] = slot if slot >= 0 else -1 - slot
+        own_slots[owner, m] = slots[g] if slots[g] >= 0 else 2147483647 - m
         own_position[g] = m
         own_count[owner] = m + 1
+
+
+@numba.njit(nogil=True, cache=True)
+def hide(hidden, local_unique, part):
+    """Makes ids of hidden unique keys read no row; returns how many.
+
+    Args:
+      hidden: bool [..]: of each unique key of the table.
+      local_unique: int32 [..]: the requester's unique keys.
+      part: int32 [n], in and out: the requester's ids, of `translate`.
+    """
+    count = 0
+    for j in range(part.shape[0]):
+        if part[j] >= 0 and hidden[local_unique[part[j]]]:
+            part[j] = NO_ROW
+            count += 1
+    return count
 
 
 @numba.njit(nogil=True, cache=True)
@@ -371,27 +341,14 @@ def truncate(values, lengths, limit, keep_last, out, out_lengths):
 
 
 @numba.njit(nogil=True, cache=True)
-def list_new(table, unique_entry, slots, owners, unique, seed, used, fill_slots, words):
-    """Appends one table's new rows to the fill lists of their owners.
-
-    Args:
-      seed: uint64 mixed into each row's random bits.
-      used: int64 [devices], in and out: rows already listed.
-      fill_slots: int32 [devices, ..], out.
-      words: uint64 [devices, ..], out: 64 random bits per row, a function of
-        (seed, table, key) alone.
-    """
-    for g in range(unique):
-        if slots[g] < 0:
-            owner = owners[g]
-            at = used[owner]
-            fill_slots[owner, at] = -1 - slots[g]
-            words[owner, at] = mix64(mix64(table[unique_entry[g], 0]) ^ seed)
-            used[owner] = at + 1
-
-
-@numba.njit(nogil=True, cache=True)
 def relink(before, after, unique_entry, unique):
     """Points the batch's unique keys at their entries in the index that has grown."""
     for g in range(unique):
         unique_entry[g] = find(after, before[unique_entry[g], 0])
+
+
+@numba.njit(nogil=True, cache=True)
+def find_entries(table, keys, entries):
+    """Writes the entry of each of `keys`, int32 [n]; one past the last for none."""
+    for g in range(keys.shape[0]):
+        entries[g] = find(table, keys[g])

@@ -82,7 +82,7 @@ def test_first_values_depend_on_seed_table_and_key_alone(mesh):
     expected = first_rows(features, everywhere(keys), seed=5)
     rng = np.random.default_rng(mesh.size)
     order = rng.permutation(keys)
-    collection = EmbeddingCollection(features, mesh=mesh, seed=5, device_rows=8)
+    collection = EmbeddingCollection(features, mesh=mesh, seed=5, initial_rows=8)
     state = None
     for part in np.split(order, [1, 40]):  # other batches, in another order
         state = plan_and_fill(collection, everywhere(part), len(part), state)
@@ -218,7 +218,7 @@ def test_reading_what_is_not_there_is_refused(table, keys, error, message):
 
 def test_rows_lie_where_their_placement_says():
     mesh = make_mesh("4x2")
-    collection = EmbeddingCollection(one_of_each(), mesh=mesh, device_rows=128)
+    collection = EmbeddingCollection(one_of_each(), mesh=mesh, initial_rows=128)
     keys = wide_keys(800)
     plan = collection.plan(everywhere(keys), 800, train=True)
     spread, whole, copied = (
@@ -258,7 +258,7 @@ def test_owners_are_ranges_of_buckets():
 def test_growth_keeps_rows_and_state(mesh_shape):
     tx = optax.adagrad(0.1, initial_accumulator_value=0.5)
     collection = EmbeddingCollection(
-        one_of_each(tx=tx), mesh=make_mesh(mesh_shape), device_rows=1
+        one_of_each(tx=tx), mesh=make_mesh(mesh_shape), initial_rows=1
     )
     keys = wide_keys(700)
     expected = first_rows(one_of_each(tx=tx), everywhere(keys))
@@ -383,7 +383,7 @@ def assert_equals_reference(mesh, keys, draw, *, steps=3, batch=22, **close):
     rows = first_rows(features, everywhere(keys))
     reference = DenseTraining(features, network, tx, everywhere(keys), rows)
     expected = [reference.step(b) for b in batches]
-    collection = EmbeddingCollection(features, mesh=mesh, device_rows=4)
+    collection = EmbeddingCollection(features, mesh=mesh, initial_rows=4)
     state, losses = train(collection, network, batches, tx)
     close = CLOSE | close
     np.testing.assert_allclose(losses, expected, **close)
@@ -458,7 +458,7 @@ def test_free_slots_do_not_leak(mesh_shape):
     runs = []
     for poison in (0.0, np.nan):
         mesh = make_mesh(mesh_shape)
-        collection = EmbeddingCollection(features, mesh=mesh, device_rows=256)
+        collection = EmbeddingCollection(features, mesh=mesh, initial_rows=256)
         state = init_state(network, tx, collection)
         tables = jax.tree.map(
             lambda x: x + poison if x.ndim else x,  # noqa: B023
@@ -494,7 +494,7 @@ def test_full_slabs_have_no_slot_to_spare():
     learnt = {}
     for slots in (2 * len(keys), 1024):  # two tables share a slab
         collection = EmbeddingCollection(
-            one_of_each(), mesh=make_mesh("1x1"), device_rows=slots
+            one_of_each(), mesh=make_mesh("1x1"), initial_rows=slots
         )
         state, _ = train(collection, tanh_network(), batches)
         assert state.tables[0].rows.shape == (slots, 3)

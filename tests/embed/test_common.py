@@ -154,7 +154,7 @@ def test_lists_are_complete():
 def test_training_equals_the_reference(mesh, placement):
     losses, reference = reference_run()
     features = make_features(placement)
-    collection = EmbeddingCollection(features, mesh=mesh, seed=SEED, device_rows=16)
+    collection = EmbeddingCollection(features, mesh=mesh, seed=SEED, initial_rows=16)
     network, tx = make_network(), dense_tx()
     state = init_state(network, tx, collection)
     step = make_train_step(network, tx, collection)

@@ -464,7 +464,7 @@ def test_rows_that_are_planned_but_not_made_are_not_seen(mesh_shape):
 @pytest.mark.parametrize("mesh_shape", ["1x1", "8x1"])
 def test_rows_beyond_the_slab_are_not_read(mesh_shape):
     """A plan may give out more slots than the slab has until it is applied."""
-    collection = make({"x": FeatureSpec(table())}, mesh_shape, device_rows=2)
+    collection = make({"x": FeatureSpec(table())}, mesh_shape, initial_rows=2)
     keys = wide_keys(64)
     state = collection.init()
     collection.plan({"x": keys}, 64, train=True)

@@ -69,7 +69,7 @@ def make_network() -> Network:
 
 def compile_step(mesh, bags: int, train: bool = True):
     """The compiled step, and the state it would take."""
-    collection = EmbeddingCollection(make_features(bags), mesh=mesh, device_rows=SLOTS)
+    collection = EmbeddingCollection(make_features(bags), mesh=mesh, initial_rows=SLOTS)
     network, tx = make_network(), optax.adam(0.1)
     state = init_state(network, tx, collection)
     batch = prepare(collection, make_batch(bags), train=train)

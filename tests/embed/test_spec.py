@@ -219,7 +219,7 @@ def test_bad_collections_are_refused(features, error, message):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"device_rows": 0}, ValueError, "`device_rows` must be positive, got 0"),
+        ({"initial_rows": 0}, ValueError, "`initial_rows` must be positive, got 0"),
         ({"threads": 0}, ValueError, "`threads` must be positive, got 0"),
         ({"seed": 1.5}, TypeError, "`seed` must be an integer, got 1.5"),
         ({"seed": True}, TypeError, "`seed` must be an integer, got True"),

@@ -1,0 +1,202 @@
+"""A batch's keys looked up: which unique keys it has, and where their rows are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardjax.embed import translate as kernels
+from shardjax.embed.groups import Table
+from shardjax.embed.index import MAX_LOAD, NEW, Index
+from shardjax.embed.inputs import Input
+from shardjax.embed.layout import rung
+from shardjax.embed.residents import survey
+
+
+@dataclass
+class TableDraft:
+    """One table's unique keys of a batch.
+
+    Attributes:
+      table: which.
+      unique: how many keys.
+      new: how many of them have no row anywhere.
+      entries: int32 [unique], of the index; good until it changes.
+      where: int64 [unique], what the index says of each; -1 for a key without a row.
+      owners: int32 [unique].
+      slots: int32 [unique], once they are settled.
+      local_count: int32 [requesters], unique keys of each.
+      local_unique: per requester, int32 [..], which those are.
+      own_position: int32 [unique], place in what the owner gathers.
+    """
+
+    table: Table
+    unique: int
+    new: int
+    entries: np.ndarray
+    where: np.ndarray
+    owners: np.ndarray
+    local_count: np.ndarray
+    local_unique: list[np.ndarray]
+    slots: np.ndarray = field(init=False)
+    own_position: np.ndarray = field(init=False)
+
+    def __post_init__(self):
+        self.slots = np.empty(self.unique, np.int32)
+        self.own_position = np.empty(self.unique, np.int32)
+
+
+@dataclass
+class Draft:
+    """A batch before its rows have slots.
+
+    Attributes:
+      examples: per requester, padding included.
+      inputs: features by name.
+      raws: by feature, int32: position of each id among its requester's unique keys of
+        the table, or NO_ROW, or DROPPED.
+      tables: per group, per table.
+      needed: per group, int64 [owners]: rows that the window does not have yet.
+      counters: what the batch had, by name.
+    """
+
+    examples: int
+    inputs: dict[str, Input]
+    raws: dict[str, np.ndarray]
+    tables: list[list[TableDraft]]
+    needed: list[np.ndarray]
+    counters: dict[str, float]
+
+    def hide(self, table: TableDraft, hidden: np.ndarray) -> int:
+        """Makes ids of some unique keys of a table read no row; returns how many ids."""
+        count = 0
+        for name in table.table.features:
+            bounds = self.inputs[name].bounds
+            for r, unique in enumerate(table.local_unique):
+                part = self.raws[name][bounds[r] : bounds[r + 1]]
+                count += kernels.hide(hidden, unique, part)
+        return count
+
+
+class TableState:
+    """A table's index, and scratch memory for the batch being looked up.
+
+    Attributes:
+      rows: keys that have a row somewhere.
+    """
+
+    def __init__(self, number: int, table: Table, requesters: int):
+        self.number = number
+        self.table = table
+        self.index = Index()
+        self.rows = 0
+        self.requesters = requesters
+        self.counters = np.zeros(kernels.N_COUNTERS, np.int64)
+        self.local_count = np.zeros(requesters, np.int32)
+        self._scratch = -1  # ids there is room for
+
+    def begin(self, ids: int) -> None:
+        """Makes room for a batch with `ids` ids."""
+        if ids > self._scratch:
+            self._scratch = rung(ids, 1024)
+            n, p = self._scratch, self.requesters
+            self.unique_entry = np.empty(n, np.int32)
+            self.local_position = np.empty((n, p), np.int32)
+            self.local_unique = np.empty((p, n), np.int32)
+        self.counters[:] = 0
+        self.counters[kernels.COUNT] = self.index.count
+        self.local_count[:] = 0
+
+    def look_up(self, inputs: Mapping[str, Input], insert: bool):
+        """Looks up the features that read the table.
+
+        Returns:
+          By feature, the position of each id; and what is wrong, a list of texts.
+        """
+        self.begin(sum(len(inputs[f].keys) for f in self.table.features))
+        found, problems = {}, []
+        bad = 0
+        for name in self.table.features:
+            x = inputs[name]
+            self.counters[kernels.BAD] = 0
+            found[name] = self._translate(x, insert)
+            count = int(self.counters[kernels.BAD])
+            bad += count
+            if count and x.spec.on_bad_id == "error":
+                value = int(x.keys[self.counters[kernels.FIRST_BAD]].astype(np.int64))
+                spec = self.table.spec
+                problems.append(
+                    f"feature {name!r}: {count} ids outside the vocabulary [0,"
+                    f" {spec.vocabulary}) of table {spec.name!r}, the first is {value}."
+                    " Enlarge `vocabulary`, or set `on_bad_id` of the feature to 'zero' or"
+                    " 'drop'"
+                )
+        self.counters[kernels.BAD] = bad
+        return found, problems
+
+    def _translate(self, x: Input, insert: bool) -> np.ndarray:
+        """Runs the kernel over one feature, growing the index where needed."""
+        raw = np.empty(len(x.keys), np.int32)
+        spec = x.spec
+        bad_row = kernels.DROPPED if spec.on_bad_id == "drop" else kernels.NO_ROW
+        start = 0
+        while True:
+            self.counters[kernels.LIMIT] = int(len(self.index.table) * MAX_LOAD)
+            start = kernels.translate(
+                x.keys, x.bounds, start, raw, self.index.table, self.counters,
+                self.unique_entry, self.local_position, self.local_unique,
+                self.local_count, self.table.salt, insert,
+                np.uint64(self.table.spec.vocabulary or 0), bad_row,
+                np.uint64((spec.padding_id or 0) % 2**64), spec.padding_id is not None,
+            )  # fmt: skip
+            self.index.count = int(self.counters[kernels.COUNT])
+            if start == len(raw):
+                return raw
+            before = self.index.table
+            self.index.reserve(2 * self.index.count)
+            kernels.relink(before, self.index.table, self.unique_entry, self.unique)
+
+    @property
+    def unique(self) -> int:
+        """Unique keys of the batch."""
+        return int(self.counters[kernels.UNIQUE])
+
+    def survey(
+        self, owners: int, first_step: int, last_step: np.ndarray, needed: np.ndarray
+    ) -> TableDraft:
+        """What the batch needs of the table: a draft of its own memory."""
+        n = self.unique
+        where, row_owners = np.empty(n, np.int64), np.empty(n, np.int32)
+        new = survey(
+            self.index.table, self.unique_entry, n, self.table.owner, owners, first_step,
+            last_step, where, row_owners, needed,
+        )  # fmt: skip
+        local = [x[:c].copy() for x, c in zip(self.local_unique, self.local_count, strict=True)]
+        return TableDraft(
+            self.table, n, new, self.unique_entry[:n].copy(), where, row_owners,
+            self.local_count.copy(), local,
+        )  # fmt: skip
+
+    def beyond(self, draft: TableDraft) -> np.ndarray | None:
+        """The new keys that the table has no room for, bool [unique], or None."""
+        room = max(self.table.spec.max_rows - self.rows, 0)
+        if draft.new <= room:
+            return None
+        hidden = np.zeros(draft.unique, bool)
+        hidden[np.flatnonzero(draft.where == int(NEW))[room:]] = True
+        return hidden
+
+    def drop(self, draft: TableDraft, hidden: np.ndarray, needed: np.ndarray) -> None:
+        """Takes new keys out of a draft, which stay without a row."""
+        keys = self.index.table[draft.entries, 0]
+        self.index.remove(keys[hidden])
+        kernels.find_entries(self.index.table, keys, draft.entries)
+        draft.where[hidden] = -1
+        draft.new -= int(hidden.sum())
+        needed -= np.bincount(draft.owners[hidden], minlength=len(needed))
+
+    def forget_new(self, entries: np.ndarray) -> None:
+        """Forgets those keys of entries, int32 [n], that a look-up has brought."""
+        found = self.index.table[entries]
+        new = found[:, 1] >> np.uint64(32) == NEW
+        self.index.remove(found[new, 0])

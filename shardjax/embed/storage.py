@@ -1,0 +1,71 @@
+"""Where rows may lie: on the devices, in RAM, and how much of each."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+Keep = Literal["lfu", "lru"]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(name: str, value: int | str) -> int:
+    """A number of bytes from an integer or a text such as "8GB" or "512 MiB".
+
+    Raises:
+      TypeError, ValueError: for anything else; `name` is in the message.
+
+    Example:
+      >>> parse_bytes("host_bytes", "1.5GB"), parse_bytes("host_bytes", "2KiB")
+      (1500000000, 2048)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer | str):
+        raise TypeError(
+            f"`{name}` must be a number of bytes or a text such as '8GB', got {value!r}"
+        )
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if not match or match[2].upper() not in _UNITS:
+            raise ValueError(
+                f"`{name}` must be a number and a unit (KB, MB, GB, TB or KiB, MiB, GiB,"
+                f" TiB), such as '8GB', got {value!r}"
+            )
+        value = int(float(match[1]) * _UNITS[match[2].upper()])
+    if value < 1:
+        raise ValueError(f"`{name}` must be positive, got {value}")
+    return int(value)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How many rows the devices hold; the others lie in RAM.
+
+    A row moves whole, with its optimizer state, and moving changes no bit of it. Tables
+    of placement `data_parallel` always lie on the devices.
+
+    Attributes:
+      device_rows: rows on all devices together, per slab (tables of one dim, dtype and
+        optimizer share a slab). A batch, or a window of several, needs all its rows on
+        the devices while it is trained on.
+      keep: which rows stay on the devices when others must come: those used most often
+        lately, "lfu", or those used last, "lru".
+
+    Example:
+      >>> Storage(device_rows=1_000_000).keep
+      'lfu'
+    """
+
+    device_rows: int
+    keep: Keep = "lfu"
+
+    def __post_init__(self):
+        rows = self.device_rows
+        if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
+            raise TypeError(f"`device_rows` must be an integer, got {rows!r}")
+        if not 0 < rows < 2**30:
+            raise ValueError(f"`device_rows` must be in [1, 2**30), got {rows}")
+        if self.keep not in get_args(Keep):
+            raise ValueError(f"`keep` must be 'lfu' or 'lru', got {self.keep!r}")

@@ -1,0 +1,280 @@
+"""Where the rows of one group are, and how they get to where a window needs them."""
+
+from collections.abc import Iterator, Sequence
+
+import numba
+import numpy as np
+
+from shardjax.embed.groups import Group
+from shardjax.embed.host_rows import HostRows, land_records, take_records
+from shardjax.embed.index import HOST, NEW, Index, mix64, relocate
+from shardjax.embed.moves import (
+    Fill,
+    Move,
+    Stored,
+    WriteBack,
+    padded,
+    record_words,
+    row_words,
+)
+from shardjax.embed.residents import Residents
+from shardjax.embed.storage import Storage
+
+
+@numba.njit(nogil=True, cache=True)
+def _first_words(keys, seed, words):
+    """64 random bits per row, a function of (seed, table, key): keys are salted."""
+    for i in range(keys.shape[0]):
+        words[i] = mix64(mix64(keys[i]) ^ seed)
+
+
+def by_table(tables: np.ndarray, count: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Each table that occurs in `tables`, int32 [n], and where: int64 [..]."""
+    order = np.argsort(tables.astype(np.uint16), kind="stable")
+    ends = np.cumsum(np.bincount(tables, minlength=count))
+    start = 0
+    for t, end in enumerate(ends):
+        if end > start:
+            yield t, order[start:end]
+        start = end
+
+
+class Tier:
+    """The rows of one group: on the devices, on their way, and in RAM.
+
+    Attributes:
+      residents: what is on the devices, as planned.
+      host: what is in RAM; None if all rows are on the devices.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        group: Group,
+        indexes: Sequence[Index],
+        owners: int,
+        storage: Storage | None,
+        seed: np.uint64,
+    ):
+        self.number = number
+        self.group = group
+        self.indexes = indexes
+        self.owners = owners
+        self.seed = seed
+        self.residents = Residents(owners, storage)
+        self.host = None if storage is None else HostRows(record_words(group))
+        self._flying: dict[int, WriteBack] = {}
+        self._flights = 0
+
+    def land(self) -> None:
+        """Takes in the write-backs that have arrived."""
+        for number, write_back in list(self._flying.items()):
+            if write_back.has_arrived:
+                assert self.host is not None
+                for part, rows in zip(write_back.parts(), write_back.rows, strict=True):
+                    land_records(part, rows, self.host.records, self.host.flight)
+                del self._flying[number]
+
+    def close(self, first_step: int) -> tuple[Move | None, np.ndarray]:
+        """Ends a window: settles who leaves and where those that come go.
+
+        Args:
+          first_step: of the window.
+
+        Returns:
+          What has to be done, if anything, and the slot of each row that comes, int32.
+        """
+        residents, coming = self.residents, self.residents.coming
+        if not coming.count:
+            return None, np.zeros(0, np.int32)
+        self.land()
+        new = coming.sources == int(NEW)
+        before = np.zeros(coming.count, np.uint32)
+        if self.host is not None:
+            before[~new] = self.host.steps_used[coming.sources[~new] - int(HOST)]
+        left, last_steps = residents.leave(first_step)
+        write_back = self._write_back(left, last_steps)
+        slots = residents.seat(left, before)
+        for t, at in by_table(coming.tables, len(self.indexes)):
+            relocate(self.indexes[t].table, coming.keys[at], slots[at].astype(np.int64))
+        stored, places = self._fetch(new, slots)
+        tracked = self.host is not None
+        none = np.zeros(0, np.int32)
+        move = Move(
+            self.number,
+            write_back,
+            stored,
+            tuple(self._fills(np.flatnonzero(new), slots)),
+            coming.keys.copy() if tracked else np.zeros(0, np.uint64),
+            coming.tables.copy() if tracked else none,
+            places if tracked else none,
+            coming.owners.copy() if tracked else none,
+        )
+        return move, slots
+
+    def _write_back(self, left, last_steps) -> WriteBack | None:
+        """Finds rows of the RAM tier for the rows that leave the devices."""
+        count = sum(len(x) for x in left)
+        if not count:
+            return None
+        assert self.host is not None
+        host, residents = self.host, self.residents
+        owners = np.repeat(np.arange(self.owners, dtype=np.int32), [len(x) for x in left])
+        places = np.concatenate([np.arange(len(x), dtype=np.int32) for x in left])
+        slots = np.concatenate(left)
+        keys = residents.keys[owners, slots]
+        tables = residents.tables[owners, slots]
+        rows = host.take(count)
+        self._flights += 1
+        host.keys[rows], host.tables[rows] = keys, tables
+        host.steps_used[rows] = residents.steps_used[owners, slots]
+        host.last_step[rows] = np.concatenate(last_steps)
+        host.flight[rows], host.place[rows] = self._flights, places
+        for t, at in by_table(tables, len(self.indexes)):
+            where = rows[at].astype(np.int64) + int(HOST)
+            relocate(self.indexes[t].table, keys[at], where)
+        padded_slots = padded(left)
+        padded_rows = np.full(padded_slots.shape, -1, np.int32)
+        padded_rows[owners, places] = rows
+        write_back = WriteBack(padded_slots, padded_rows, keys, tables, owners, places)
+        self._flying[self._flights] = write_back
+        return write_back
+
+    def _fetch(self, new, slots) -> tuple[Stored | None, np.ndarray]:
+        """Takes the rows that come back out of the RAM tier."""
+        coming = self.residents.coming
+        places = np.full(coming.count, -1, np.int32)
+        back = np.flatnonzero(~new)
+        if not len(back):
+            return None, places
+        assert self.host is not None
+        host = self.host
+        owners = coming.owners[back]
+        parts = []
+        for o in range(self.owners):
+            own = back[owners == o]
+            places[own] = np.arange(len(own))
+            parts.append(slots[own])
+        stored_slots = padded(parts)
+        n = stored_slots.shape[1]
+        records = np.empty((self.owners, n, host.words), np.int32)
+        rows = (coming.sources[back] - int(HOST)).astype(np.int32)
+        flight = host.flight[rows]
+        landed = flight == 0
+        at = owners * np.int64(n) + places[back]
+        take_records(
+            host.records, rows[landed], records.reshape(-1, host.words), at[landed]
+        )
+        stored = Stored(stored_slots, records)
+        for number in np.unique(flight[~landed]):
+            late = np.flatnonzero(flight == number)
+            write_back = self._flying[int(number)]
+            sources = host.place[rows[late]]
+            write_back.rows[owners[late], sources] = -1
+            stored.late.append((write_back, owners[late], sources, places[back[late]]))
+        host.release(rows)
+        return stored, places
+
+    def _fills(self, new, slots) -> Iterator[Fill]:
+        """First values of the rows that are new, by initializer."""
+        coming = self.residents.coming
+        by_initializer: dict[int, list[int]] = {}
+        tables = coming.tables[new]
+        for t in np.unique(tables):
+            initializer = self.group.tables[t].spec.initializer
+            by_initializer.setdefault(id(initializer), []).append(int(t))
+        for members in by_initializer.values():
+            chosen = new if len(by_initializer) == 1 else new[np.isin(tables, members)]
+            words = np.empty(len(chosen), np.uint64)
+            _first_words(coming.keys[chosen], self.seed, words)
+            owners = coming.owners[chosen]
+            own = [np.flatnonzero(owners == o) for o in range(self.owners)]
+            fill_slots = padded([slots[chosen[x]] for x in own])
+            fill_words = np.zeros(fill_slots.shape, np.uint64)
+            for o, x in enumerate(own):
+                fill_words[o, : len(x)] = words[x]
+            initializer = self.group.tables[members[0]].spec.initializer
+            yield Fill(initializer, fill_slots, fill_words)
+
+    def locate(
+        self,
+        table: int,
+        keys: np.ndarray,
+        where: np.ndarray,
+        owners: np.ndarray,
+        applied: np.ndarray,
+        waiting: Sequence[Move],
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Finds rows as the devices have them now, not as planned; changes nothing.
+
+        Args:
+          table: number of the table.
+          keys: uint64 [n], salted.
+          where: int64 [n], what the index says; -1 for nothing.
+          owners: int32 [n].
+          applied: int32 [owners]: slots that have been in use.
+          waiting: moves that have been planned and not carried out, oldest first.
+
+        Returns:
+          Slots, int32 [n], -1 where the row is not on its device; numbers (int64 [m]) of
+          those that are elsewhere, and their records, int32 [m, words].
+        """
+        resident = (where >= 0) & (where < int(HOST))
+        slots = np.where(resident, where, -1).astype(np.int32)
+        if self.host is None:
+            slots[resident & (slots >= applied[owners])] = -1
+            return slots, np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
+        self.land()
+        rows = np.where(where >= int(HOST), where - int(HOST), -1)
+        source: list[Stored | None] = [None]
+        held = np.zeros(len(keys), np.int64)  # number of the `Stored` that has it
+        places = np.zeros(len(keys), np.int64)
+        for move in reversed(waiting):
+            at, found = _find(table, keys, move.tables, move.keys)
+            source.append(move.stored)
+            came = move.places[found]
+            slots[at], rows[at] = -1, -1
+            held[at] = np.where(came >= 0, len(source) - 1, 0)
+            places[at] = came
+            if move.write_back is not None:
+                back = move.write_back
+                at, found = _find(table, keys, back.tables, back.keys)
+                slots[at] = back.slots[back.owners[found], back.places[found]]
+                rows[at], held[at] = -1, 0
+        elsewhere = np.flatnonzero((rows >= 0) | (held > 0))
+        records = np.empty((len(elsewhere), self.host.words), np.int32)
+        for i, stored in enumerate(source):
+            if stored is not None:
+                at = np.flatnonzero(held[elsewhere] == i)
+                n = elsewhere[at]
+                records[at] = stored.complete()[owners[n], places[n]]
+        at = np.flatnonzero(rows[elsewhere] >= 0)
+        n = elsewhere[at]
+        records[at] = self._read(rows[n], owners[n])
+        return slots, elsewhere, records
+
+    def _read(self, rows: np.ndarray, owners: np.ndarray) -> np.ndarray:
+        """Records of rows of the RAM tier, also those on their way."""
+        assert self.host is not None
+        records = self.host.records[rows]
+        flight = self.host.flight[rows]
+        for number in np.unique(flight[flight > 0]):
+            parts = self._flying[int(number)].parts()
+            for i in np.flatnonzero(flight == number):
+                records[i] = parts[owners[i]][self.host.place[rows[i]]]
+        return records
+
+    @property
+    def row_words(self) -> int:
+        """Words of a record that are the row's own numbers."""
+        return row_words(self.group)
+
+
+def _find(table, keys, tables, known) -> tuple[np.ndarray, np.ndarray]:
+    """Which of `keys` are among `known` ones of a table: where here, where there."""
+    own = np.flatnonzero(tables == table)
+    index = Index(len(own))
+    index.insert(known[own], np.arange(len(own)))
+    found = index.lookup(keys)
+    at = np.flatnonzero(found >= 0)
+    return at, own[found[at]]
