@@ -55,6 +55,31 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StorageConfig:
+    """Where rows lie."""
+
+    device_rows: int | None = None
+    """Rows on all devices together, per slab; the others lie in RAM. Without it, all rows
+    lie on the devices."""
+    lookahead: int = 8
+    """Batches whose rows are brought to the devices together, planned while those before
+    them are trained on."""
+    keep: Literal["lfu", "lru"] = "lfu"
+    """Rows that stay when others must come: the most often or the last used ones."""
+
+    def __post_init__(self):
+        if self.lookahead < 1:
+            raise ValueError(f"`lookahead` must be positive, got {self.lookahead}")
+        self.storage()
+
+    def storage(self) -> embed.Storage | None:
+        """For a collection."""
+        if self.device_rows is None:
+            return None
+        return embed.Storage(device_rows=self.device_rows, keep=self.keep)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """All settings of a run."""
 
@@ -63,6 +88,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
     batch_size: int = 512
     """Examples per step, over all devices."""
     eval_batch_size: int = 8192
@@ -133,7 +159,8 @@ def main(config: Config) -> dict[str, Any]:
         data.train,
         config.batch_size,
         shuffle_seed=config.data.shuffle_seed,
-        map=lambda b: train.prepare(collection, checked(b), train=True),
+        map=lambda many: train.prepare_window(collection, map(checked, many)),
+        window=1 if config.storage.device_rows is None else config.storage.lookahead,
     )
     result: dict[str, Any] = {
         "experiment": "ctr",
@@ -225,6 +252,7 @@ def build(config: Config, data: Opened, mesh):
         seed=config.seed,
         initial_rows=max(65536 // mesh.size, 1024),
         threads=config.planner_threads,
+        storage=config.storage.storage(),
     )
     network = model(
         features=tuple(features),

@@ -7,7 +7,7 @@ rows go back to their owners and are applied there. The optimizer of the paramet
 outside shard_map, in the same jit. The whole state is donated.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,7 +74,7 @@ def prepare(
 
 
 def prepare_window(
-    collection: EmbeddingCollection, batches: Sequence[Any]
+    collection: EmbeddingCollection, batches: Iterable[Any]
 ) -> Iterator[PreparedBatch]:
     """Plans training batches whose rows shall be on the devices together.
 
@@ -93,6 +93,7 @@ def prepare_window(
     Raises:
       PlanError, ValueError, TypeError: see `shardjax.embed.plan.Planner.plan_window`.
     """
+    batches = list(batches)
     plans = collection.plan_window([(_features(b), len(b.labels)) for b in batches])
     for batch, plan in zip(batches, plans, strict=False):
         yield _send(collection, batch, plan, None)

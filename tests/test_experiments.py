@@ -265,3 +265,12 @@ def test_a_file_that_only_claims_to_be_gzip(tmp_path):
         guess_format(str(path))
     path.write_bytes(b"1 3:1 10:0.5\n")
     assert guess_format(str(path)) == "libsvm"
+
+
+def test_rows_off_the_devices_give_the_same_result():
+    plain = ctr.main(small(batch_size=128))
+    storage = {"device_rows": 1000, "lookahead": 3}
+    tiered = ctr.main(small(batch_size=128, storage=storage))
+    assert tiered["planner/written_back_rows"] > 0
+    for name in ("eval/auc", "eval/logloss", "unique_keys", "eval/unseen"):
+        assert tiered[name] == plain[name]

@@ -12,7 +12,7 @@ The queues are bounded, so the threads are at most `prefetch + 4` batches ahead.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -88,7 +88,7 @@ class Loader(Generic[T]):
         *,
         shuffle_seed: int | None = None,
         shuffle_rows: int = 262_144,
-        map: Callable[[Batch], T] | Callable[[list[Batch]], Iterable[T]] | None = None,
+        map: Callable[[Any], Any] | None = None,
         window: int | None = None,
         prefetch: int = 4,
         drop_last: bool = False,

@@ -155,7 +155,9 @@ class EmbeddingCollection:
         owners = 1 if self.groups[group].replicated else self.devices
         return state[group].rows.shape[0] // owners
 
-    def example_embeddings(self, examples: int = 1) -> dict[str, jax.Array | exchange.Sequence]:
+    def example_embeddings(
+        self, examples: int = 1
+    ) -> dict[str, jax.Array | exchange.Sequence]:
         """Zeros shaped as what a model gets, for `module.init` of a linen module.
 
         Args:
@@ -246,8 +248,9 @@ class EmbeddingCollection:
 
         if move.write_back is not None:
             slots = put(move.write_back.slots)
-            move.write_back.records = gather_records(slab, slots, **options)
-            move.write_back.records.copy_to_host_async()
+            records = gather_records(slab, slots, **options)
+            records.copy_to_host_async()
+            move.write_back.records = records
         if move.stored is not None:
             records = put(move.stored.complete())
             slab = fill_stored(slab, put(move.stored.slots), records, **options)
@@ -411,7 +414,8 @@ class EmbeddingCollection:
         return {
             "rows": read(slab.rows, stored[0]),
             "row_state": [
-                read(x, more) for x, more in zip(slab.row_state, stored[1:], strict=True)
+                read(x, more)
+                for x, more in zip(slab.row_state, stored[1:], strict=True)
             ],
             "found": found,
         }

@@ -10,7 +10,7 @@ from shardjax.embed.groups import Table
 from shardjax.embed.index import MAX_LOAD, NEW, Index
 from shardjax.embed.inputs import Input
 from shardjax.embed.layout import rung
-from shardjax.embed.residents import survey
+from shardjax.embed.residents import Residents, survey
 
 
 @dataclass
@@ -22,8 +22,9 @@ class TableDraft:
       unique: how many keys.
       new: how many of them have no row anywhere.
       entries: int32 [unique], of the index; good until it changes.
-      where: int64 [unique], what the index says of each; -1 for a key without a row.
-      owners: int32 [unique].
+      where: int64 [unique], what the index says of each, once it has been asked; -1 for a
+        key that stays without a row.
+      owners: int32 [unique], likewise.
       slots: int32 [unique], once they are settled.
       local_count: int32 [requesters], unique keys of each.
       local_unique: per requester, int32 [..], which those are.
@@ -34,14 +35,16 @@ class TableDraft:
     unique: int
     new: int
     entries: np.ndarray
-    where: np.ndarray
-    owners: np.ndarray
     local_count: np.ndarray
     local_unique: list[np.ndarray]
+    where: np.ndarray = field(init=False)
+    owners: np.ndarray = field(init=False)
     slots: np.ndarray = field(init=False)
     own_position: np.ndarray = field(init=False)
 
     def __post_init__(self):
+        self.where = np.zeros(self.unique, np.int64)
+        self.owners = np.empty(self.unique, np.int32)
         self.slots = np.empty(self.unique, np.int32)
         self.own_position = np.empty(self.unique, np.int32)
 
@@ -56,16 +59,16 @@ class Draft:
       raws: by feature, int32: position of each id among its requester's unique keys of
         the table, or NO_ROW, or DROPPED.
       tables: per group, per table.
-      needed: per group, int64 [owners]: rows that the window does not have yet.
       counters: what the batch had, by name.
+      ends: per group, rows that are to come in the window after this batch.
     """
 
     examples: int
     inputs: dict[str, Input]
     raws: dict[str, np.ndarray]
     tables: list[list[TableDraft]]
-    needed: list[np.ndarray]
     counters: dict[str, float]
+    ends: list[int] = field(default_factory=list)
 
     def hide(self, table: TableDraft, hidden: np.ndarray) -> int:
         """Makes ids of some unique keys of a table read no row; returns how many ids."""
@@ -104,7 +107,7 @@ class TableState:
             self.local_position = np.empty((n, p), np.int32)
             self.local_unique = np.empty((p, n), np.int32)
         self.counters[:] = 0
-        self.counters[kernels.COUNT] = self.index.count
+        self.counters[kernels.COUNT] = self._known = self.index.count
         self.local_count[:] = 0
 
     def look_up(self, inputs: Mapping[str, Input], insert: bool):
@@ -161,21 +164,33 @@ class TableState:
         """Unique keys of the batch."""
         return int(self.counters[kernels.UNIQUE])
 
-    def survey(
-        self, owners: int, first_step: int, last_step: np.ndarray, needed: np.ndarray
-    ) -> TableDraft:
-        """What the batch needs of the table: a draft of its own memory."""
+    def draft(self) -> TableDraft:
+        """The look-up's result in memory of its own."""
         n = self.unique
-        where, row_owners = np.empty(n, np.int64), np.empty(n, np.int32)
-        new = survey(
-            self.index.table, self.unique_entry, n, self.table.owner, owners, first_step,
-            last_step, where, row_owners, needed,
-        )  # fmt: skip
-        local = [x[:c].copy() for x, c in zip(self.local_unique, self.local_count, strict=True)]
+        local = [
+            x[:c].copy()
+            for x, c in zip(self.local_unique, self.local_count, strict=True)
+        ]
         return TableDraft(
-            self.table, n, new, self.unique_entry[:n].copy(), where, row_owners,
+            self.table, n, self.index.count - self._known, self.unique_entry[:n].copy(),
             self.local_count.copy(), local,
         )  # fmt: skip
+
+    def survey(
+        self,
+        draft: TableDraft,
+        residents: Residents,
+        first_step: int,
+        needed: np.ndarray,
+    ) -> None:
+        """Asks the index where a draft's rows are; see `residents.survey`."""
+        hidden = draft.where < 0
+        survey(
+            self.index.table, draft.entries, draft.unique, self.table.owner,
+            residents.owners, first_step, residents.slots, residents.words, draft.where,
+            draft.owners, needed,
+        )  # fmt: skip
+        draft.where[hidden] = -1
 
     def beyond(self, draft: TableDraft) -> np.ndarray | None:
         """The new keys that the table has no room for, bool [unique], or None."""
@@ -183,17 +198,17 @@ class TableState:
         if draft.new <= room:
             return None
         hidden = np.zeros(draft.unique, bool)
-        hidden[np.flatnonzero(draft.where == int(NEW))[room:]] = True
+        codes = self.index.table[draft.entries, 1] >> np.uint64(32)
+        hidden[np.flatnonzero(codes == NEW)[room:]] = True
         return hidden
 
-    def drop(self, draft: TableDraft, hidden: np.ndarray, needed: np.ndarray) -> None:
+    def drop(self, draft: TableDraft, hidden: np.ndarray) -> None:
         """Takes new keys out of a draft, which stay without a row."""
         keys = self.index.table[draft.entries, 0]
         self.index.remove(keys[hidden])
         kernels.find_entries(self.index.table, keys, draft.entries)
         draft.where[hidden] = -1
         draft.new -= int(hidden.sum())
-        needed -= np.bincount(draft.owners[hidden], minlength=len(needed))
 
     def forget_new(self, entries: np.ndarray) -> None:
         """Forgets those keys of entries, int32 [n], that a look-up has brought."""

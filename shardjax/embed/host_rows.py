@@ -1,8 +1,9 @@
 """Rows in RAM: one growing arena per slab, of records that nobody looks into.
 
-A record is a row's numbers and optimizer state as 32-bit words, as `moves` packs them.
-The arena is address space that the system backs with memory as it is written to: growing
-copies nothing. Rows that leave make room for those that come, last in, first out.
+A record is a row's numbers and optimizer state as 32-bit words, as `moves` packs them. A
+header of 32 bytes says whose it is. Both lie in address space that the system backs with
+memory as it is written to: growing copies nothing. Rows that leave make room for those
+that come, last in, first out.
 """
 
 import mmap
@@ -11,33 +12,117 @@ import os
 import numba
 import numpy as np
 
+from shardjax.embed.index import prefetch
+
+HEADER = np.dtype(
+    [
+        ("key", np.uint64),  # salted
+        ("table", np.int32),  # its number
+        ("last_step", np.int32),  # that used the row
+        ("steps_used", np.uint32),  # how many did
+        ("flight", np.int32),  # write-back that is to bring the record; 0: it is there
+        ("place", np.int32),  # row of that write-back
+        ("unused", np.int32),
+    ]
+)
+
+
+_BLOCK = 16
+
 
 def reserve(shape: tuple[int, ...], dtype) -> np.ndarray:
     """An array of zeros whose pages take memory when they are first written to."""
-    size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    count = int(np.prod(shape, dtype=np.int64))
+    size = count * np.dtype(dtype).itemsize
     flags = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
     if not flags:
         return np.zeros(shape, dtype)
     space = mmap.mmap(-1, max(size, 1), flags | getattr(mmap, "MAP_NORESERVE", 0))
-    return np.frombuffer(space, dtype, int(np.prod(shape, dtype=np.int64))).reshape(
-        shape
-    )
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        space.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(space, dtype, count).reshape(shape)
 
 
 @numba.njit(nogil=True, cache=True)
-def take_records(records, rows, out, places):
-    """Copies records[rows[i]] to out[places[i]]."""
+def store_headers(
+    headers, rows, slots, at, owners, places, flight, steps, keys, tables
+):
+    """Writes the headers of rows that leave the devices.
+
+    Args:
+      headers: [room] of HEADER, in and out.
+      rows: int32 [n], where in it.
+      slots: [owners, slots] of `residents.SLOT`.
+      at, owners, places: int32 [n], their slots, and their places in the write-back.
+      flight: number of the write-back.
+      steps: int32 [n], last steps that used them.
+      keys, tables: uint64 and int32 [n], out.
+    """
     for i in range(rows.shape[0]):
-        out[places[i]] = records[rows[i]]
+        slot = slots[owners[i], at[i]]
+        keys[i] = slot.key
+        tables[i] = slot.table
+        h = headers[rows[i]]
+        h.key = slot.key
+        h.table = slot.table
+        h.last_step = steps[i]
+        h.steps_used = slot.steps_used
+        h.flight = flight
+        h.place = places[i]
 
 
 @numba.njit(nogil=True, cache=True)
-def land_records(data, rows, records, flight):
-    """Copies data[i] to records[rows[i]], which is then in RAM; -1: nobody wants it."""
+def take_records(headers, words, records, rows, out, places, steps_used, flights):
+    """Copies the records that are there to where they are wanted.
+
+    Args:
+      headers, records: of the arena.
+      words: int64 [room, 4], the memory of the headers.
+      rows: int32 [n].
+      out: int32 [m, words], out.
+      places: int64 [n], rows of `out`.
+      steps_used: uint32 [n], out.
+      flights: int32 [n], out: write-backs that the others are still in, else 0.
+
+    Returns:
+      How many those are.
+    """
+    length = records.shape[1]
+    flat = records.reshape(-1, 1)
+    late = 0
+    for start in range(0, rows.shape[0], _BLOCK):
+        stop = min(start + _BLOCK, rows.shape[0])
+        for i in range(start, stop):
+            r = np.uint64(rows[i])
+            prefetch(words, r)  # pyright: ignore[reportCallIssue]
+            first = r * np.uint64(length)
+            for w in range(0, length + 15, 16):  # a record may lie across cache lines
+                at = first + np.uint64(min(w, length - 1))
+                prefetch(flat, at)  # pyright: ignore[reportCallIssue]
+        for i in range(start, stop):
+            r = rows[i]
+            h = headers[r]
+            steps_used[i] = h.steps_used
+            flights[i] = h.flight
+            if h.flight != 0:
+                late += 1
+                continue
+            at = places[i]
+            for w in range(length):
+                out[at, w] = records[r, w]
+    return late
+
+
+@numba.njit(nogil=True, cache=True)
+def land_records(data, rows, headers, records):
+    """Copies data[i] to records[rows[i]], which is then there; -1: nobody wants it."""
+    length = records.shape[1]
     for i in range(rows.shape[0]):
-        if rows[i] >= 0:
-            records[rows[i]] = data[i]
-            flight[rows[i]] = 0
+        r = rows[i]
+        if r >= 0:
+            for w in range(length):
+                records[r, w] = data[i, w]
+            headers[r].flight = 0
 
 
 @numba.njit(nogil=True, cache=True)
@@ -58,25 +143,18 @@ class HostRows:
     Attributes:
       words: 32-bit words per record.
       records: int32 [room, words].
-      keys: uint64 [room], salted.
-      tables: int32 [room], numbers of their tables.
-      steps_used, last_step: uint32 and int32 [room], of each row.
-      flight: int32 [room], number of the write-back that is to bring the row's record, 0
-        when it is there.
-      place: int32 [room], which row of that write-back.
+      headers: [room] of HEADER.
+      header_words: int64 [room, 4], the same memory.
     """
 
     def __init__(self, words: int):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        room = min(memory // (4 * words), 2**30 - 2**20)
+        self.row_bytes = 4 * words + HEADER.itemsize + 4
+        room = min(memory // self.row_bytes, 2**30 - 2**20)
         self.words = words
         self.records = reserve((room, words), np.int32)
-        self.keys = reserve((room,), np.uint64)
-        self.tables = reserve((room,), np.int32)
-        self.steps_used = reserve((room,), np.uint32)
-        self.last_step = reserve((room,), np.int32)
-        self.flight = reserve((room,), np.int32)
-        self.place = reserve((room,), np.int32)
+        self.headers = reserve((room,), HEADER)
+        self.header_words = self.headers.view(np.int64).reshape(room, 4)
         self._free = reserve((room,), np.int32)
         self._free_count = 0
         self._used = 0
@@ -87,7 +165,7 @@ class HostRows:
     @property
     def bytes(self) -> int:
         """RAM that the arena takes."""
-        return self._used * (4 * self.words + 8 + 6 * 4)
+        return self._used * self.row_bytes
 
     def take(self, n: int) -> np.ndarray:
         """n rows for new records, int32 [n].
@@ -95,10 +173,10 @@ class HostRows:
         Raises:
           MemoryError: if the RAM of the host does not hold as many.
         """
-        if len(self) + n > len(self.keys):
+        if len(self) + n > len(self.headers):
             raise MemoryError(
-                f"the RAM tier has room for {len(self.keys)} rows, and {len(self) + n} are"
-                " needed"
+                f"the RAM tier has room for {len(self.headers)} rows, and"
+                f" {len(self) + n} are needed"
             )
         rows = np.empty(n, np.int32)
         self._free_count, self._used = _take(
@@ -108,6 +186,5 @@ class HostRows:
 
     def release(self, rows: np.ndarray) -> None:
         """Gives rows, int32 [n], back."""
-        self.flight[rows] = 0
         self._free[self._free_count : self._free_count + len(rows)] = rows
         self._free_count += len(rows)

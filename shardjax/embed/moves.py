@@ -75,7 +75,8 @@ class WriteBack:
     @property
     def has_arrived(self) -> bool:
         """Whether the records are on the host and can be read without waiting."""
-        return self.records is not None and self.records.is_ready()
+        records: Any = self.records
+        return records is not None and records.is_ready()
 
     def parts(self) -> list[np.ndarray]:
         """The records by owner, int32 [n, words] each; waits for them."""

@@ -65,8 +65,7 @@ class Plan:
       examples: per device, padding included.
       groups: the static half, one per group.
       arrays: int32 or float32 [devices, ...] by name.
-      moves: of rows, to be carried out before the step; the first plan of a window has
-        them.
+      moves: of rows, to be carried out before the step.
       slots_used: per group, slots each owner has given out, int32 [owners].
       sequence: number of this training plan, from 1; 0 for evaluation.
       version: for evaluation, how often rows had moved when it was made.
@@ -136,7 +135,8 @@ class Planner:
         self._version = 0
         self._pending: deque[Plan] = deque()
         self._rungs: dict[tuple, int] = {}
-        self._lock = threading.Lock()
+        self._planning = threading.Lock()  # the index, and where rows are as planned
+        self._state = threading.Lock()  # which plans have been carried out
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
 
     def _size(self, train: bool, name: tuple, needed: int, smallest: int) -> int:
@@ -155,7 +155,7 @@ class Planner:
 
     def forget_sizes(self) -> None:
         """Lets static sizes start anew, after a batch that is like no other."""
-        with self._lock:
+        with self._planning:
             self._rungs.clear()
 
     def plan(
@@ -183,7 +183,7 @@ class Planner:
         """
         if train:
             return next(self.plan_window([(features, batch)]))
-        with self._lock:
+        with self._planning, self._state:
             return self._plan_evaluation(features, batch)
 
     def plan_window(
@@ -206,18 +206,18 @@ class Planner:
         shortened = 0
         while waiting:
             error = None
-            with self._lock:
+            with self._planning:
                 first_step = self._planned + 1
                 drafts: list[Draft] = []
                 for tier in self.tiers:
                     tier.residents.begin()
                 while waiting and error is None:
                     try:
-                        draft = self._draft(*waiting[0], train=True, step=first_step)
+                        draft = self._draft(*waiting[0], train=True)
                     except (TypeError, ValueError) as problem:
                         error = problem
                         break
-                    lacking = self._lacking(draft)
+                    lacking = self._lacking(draft, first_step)
                     if lacking is not None:
                         self._forget(draft)
                         if not drafts:
@@ -232,7 +232,7 @@ class Planner:
             if error is not None:
                 raise error
 
-    def _draft(self, features, batch: int, *, train: bool, step: int) -> Draft:
+    def _draft(self, features, batch: int, *, train: bool) -> Draft:
         """Looks up a batch's keys; raises before any change that lasts."""
         examples = self._rungs.get((train, "examples"), 1)
         examples = max(examples, -(-batch // self.devices))
@@ -251,12 +251,8 @@ class Planner:
         results = list(run(lambda s: s.look_up(inputs, train), states))
         problems = [p for _, more in results for p in more]
         raws = {name: raw for found, _ in results for name, raw in found.items()}
-        needed = [np.zeros(t.owners, np.int64) for t in self.tiers]
-        tables = [
-            [s.survey(t.owners, step, t.residents.last_step, n) for s in states]
-            for states, t, n in zip(self.tables, self.tiers, needed, strict=True)
-        ]
-        draft = Draft(examples, inputs, raws, tables, needed, counters)
+        tables = [[s.draft() for s in states] for states in self.tables]
+        draft = Draft(examples, inputs, raws, tables, counters)
         full = self._beyond(draft, problems)
         if problems:
             self._forget(draft)
@@ -265,8 +261,8 @@ class Planner:
                 if len(problems) == 1
                 else "\n- ".join(["", *problems])
             )
-        for g, state, table, hidden in full:
-            state.drop(table, hidden, needed[g])
+        for state, table, hidden in full:
+            state.drop(table, hidden)
             counters["rejected"] += draft.hide(table, hidden)
         for state in states:
             counters["unseen"] += int(state.counters[kernels.UNSEEN])
@@ -278,9 +274,7 @@ class Planner:
     def _beyond(self, draft: Draft, problems: list[str]):
         """The new keys that full tables have no room for; or what is wrong with that."""
         full = []
-        for g, (states, tables) in enumerate(
-            zip(self.tables, draft.tables, strict=True)
-        ):
+        for states, tables in zip(self.tables, draft.tables, strict=True):
             for state, table in zip(states, tables, strict=True):
                 hidden = state.beyond(table)
                 if hidden is None:
@@ -292,7 +286,7 @@ class Planner:
                         f" this batch have no row and its `capacity` is {spec.capacity}."
                         " Enlarge `capacity`, or set `on_full` of the table to 'reject'"
                     )
-                full.append((g, state, table, hidden))
+                full.append((state, table, hidden))
         return full
 
     def _forget(self, draft: Draft) -> None:
@@ -302,20 +296,26 @@ class Planner:
                 if table.new:
                     state.forget_new(table.entries)
 
-    def _lacking(self, draft: Draft) -> PlanError | None:
+    def _lacking(self, draft: Draft, first_step: int) -> PlanError | None:
         """What is wrong if a draft's rows do not fit on the devices with the window's."""
-        for group, tier, needed in zip(
-            self.groups, self.tiers, draft.needed, strict=True
+        for group, tier, states, tables in zip(
+            self.groups, self.tiers, self.tables, draft.tables, strict=True
         ):
-            lacking = tier.residents.lacking(needed)
+            residents = tier.residents
+            if residents.surely_fit(sum(t.unique for t in tables)):
+                continue
+            needed = np.zeros(tier.owners, np.int64)
+            for state, table in zip(states, tables, strict=True):
+                state.survey(table, residents, first_step, needed)
+            lacking = residents.lacking(needed)
             if lacking:
-                per_device = tier.residents.capacity + lacking
+                per_device = lacking + (residents.capacity or 0)
                 names = ", ".join(repr(t.spec.name) for t in group.tables[:3])
                 more = ", ..." if len(group.tables) > 3 else ""
                 return PlanError(
                     f"a batch needs {per_device} rows of the tables {names}{more} on one"
                     f" device, and `device_rows` of the storage gives each"
-                    f" {tier.residents.capacity}. Give at least"
+                    f" {residents.capacity}. Give at least"
                     f" device_rows={per_device * tier.owners}, or smaller batches"
                 )
         return None
@@ -333,10 +333,10 @@ class Planner:
                 residents.coming.reserve(table.unique)
                 before = residents.coming.count
                 residents.coming.count = commit(
-                    state.index.table, table.entries, table.unique, table.owners,
-                    state.number, step, first_step, residents.max_uses,
-                    residents.last_step, residents.steps_used, residents.uses,
-                    residents.pinned, table.where, residents.coming.columns, before,
+                    state.index.table, table.entries, table.unique, state.table.owner,
+                    tier.owners, state.number, step, first_step, residents.max_uses,
+                    residents.slots, residents.words, residents.pinned, table.where,
+                    table.owners, residents.coming.columns, before,
                 )  # fmt: skip
                 state.rows += table.new
                 came = residents.coming.count - before
@@ -344,23 +344,27 @@ class Planner:
                 if self.storage is not None:
                     draft.counters["host_hits"] += came - table.new
                     draft.counters["device_hits"] += table.unique - came
+            draft.ends.append(residents.coming.count)
 
     def _close(self, drafts: list[Draft], first_step: int, shortened: int):
         """Ends the window: rows get their slots, and batches their plans."""
-        closed = [tier.close(first_step) for tier in self.tiers]
-        moves = tuple(move for move, _ in closed if move is not None)
-        if self.storage is not None:
-            self._count_moves(drafts[0].counters, moves, shortened)
+        closed = [
+            tier.close(first_step, [draft.ends[g] for draft in drafts])
+            for g, tier in enumerate(self.tiers)
+        ]
         plans = []
-        used = tuple(t.residents.next_slot.copy() for t in self.tiers)
         for n, draft in enumerate(drafts):
-            for tables, (_, slots) in zip(draft.tables, closed, strict=True):
+            moves = tuple(m[n] for _, m, _ in closed if m[n] is not None)
+            if n == 0 and self.storage is not None:
+                self._count_moves(draft.counters, moves, shortened)
+            for tables, (slots, _, _) in zip(draft.tables, closed, strict=True):
                 for table in tables:
                     resolve(table.where, table.unique, slots, table.slots)
             self._planned += 1
-            plan = self._arrange(draft, True, moves if n == 0 else (), used)
-            self._pending.append(plan)
-            plans.append(plan)
+            used = tuple(u[n] for _, _, u in closed)
+            plans.append(self._arrange(draft, True, moves, used))
+        with self._state:
+            self._pending.extend(plans)
         return plans
 
     def _count_moves(self, counters, moves, shortened: int) -> None:
@@ -413,7 +417,7 @@ class Planner:
         )
 
     def _plan_evaluation(self, features, batch: int) -> Plan:
-        draft = self._draft(features, batch, train=False, step=0)
+        draft = self._draft(features, batch, train=False)
         self._size(False, ("examples",), draft.examples, draft.examples)
         overlays = []
         for g, (states, tables) in enumerate(
@@ -421,6 +425,9 @@ class Planner:
         ):
             overlays.append([])
             for state, table in zip(states, tables, strict=True):
+                state.survey(
+                    table, self.tiers[g].residents, 0, np.zeros(self.devices, np.int64)
+                )
                 keys = state.index.table[table.entries, 0]
                 elsewhere, records = self._locate(g, state, keys, table)
                 words = records[:, : self.tiers[g].row_words]
@@ -445,7 +452,7 @@ class Planner:
 
     def find(self, g: int, state: TableState, salted: np.ndarray, owners: np.ndarray):
         """Finds rows of some keys as the devices have them now: see `Tier.locate`."""
-        with self._lock:
+        with self._planning, self._state:
             where = state.index.lookup(salted).astype(np.int64)
             waiting = [m for p in self._pending for m in p.moves if m.group == g]
             return self.tiers[g].locate(
@@ -476,12 +483,12 @@ class Planner:
 
         These are the plan's own and those of earlier plans that nobody carried out: a
         loop that was left early abandons the batches it had prefetched, but their keys
-        have been given rows. Nobody plans meanwhile.
+        have been given rows. Nobody reads rows meanwhile.
 
         Raises:
           RuntimeError: if this plan or a later one has been carried out before.
         """
-        with self._lock:
+        with self._state:
             if not plan.sequence:
                 raise RuntimeError(
                     "a batch prepared for evaluation (train=False) cannot be trained on:"

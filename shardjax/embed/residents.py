@@ -7,23 +7,35 @@ hand of a clock meets them: each use adds to a row's `uses`, each pass of the ha
 it, and a row at zero goes (a generalized clock, Smith 1978: frequency with aging).
 """
 
+from collections.abc import Sequence
+
 import numba
 import numpy as np
 
-from shardjax.embed.index import HOST, NEW, PENDING
+from shardjax.embed.index import HOST, NEW, PENDING, prefetch
 from shardjax.embed.storage import Storage
 from shardjax.embed.translate import owner_of
 
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
-FREE = -1  # `last_step` of a slot without a row
+SLOT = np.dtype(
+    [
+        ("key", np.uint64),  # salted
+        ("last_step", np.int32),  # that uses the row; FREE for a slot without one
+        ("steps_used", np.uint32),  # how many steps have
+        ("table", np.int32),  # its number
+        ("uses", np.int32),  # lately, see `sweep`
+    ]
+)
+FREE = -1
 MAX_USES = {"lfu": 15, "lru": 1}
+_BLOCK = 32
 
 
 @numba.njit(nogil=True, cache=True)
 def survey(
-    table, unique_entry, unique, single_owner, devices, first_step, last_step,
+    table, unique_entry, unique, single_owner, devices, first_step, slots, words,
     where, owners, needed,
 ):  # fmt: skip
     """Looks up where a batch's unique rows of one table are; changes nothing.
@@ -35,48 +47,50 @@ def survey(
       single_owner: the one owner of the table's rows, or -1.
       devices: number of owners.
       first_step: of the window being planned.
-      last_step: int32 [owners, slots]: the last step that uses each slot's row; no
-        columns if nobody keeps track.
+      slots: [owners, slots] of SLOT; no columns if nobody keeps track.
+      words: int64 [owners * slots, 3], the same memory.
       where: int64 [..], out: what the index says of each unique key.
       owners: int32 [..], out.
       needed: int64 [owners], in and out: rows that the window does not have yet.
-
-    Returns:
-      How many of the keys are NEW.
     """
-    tracked = last_step.shape[1] > 0
-    new = 0
-    for g in range(unique):
-        i = unique_entry[g]
-        code = table[i, 1] >> _32
-        owner = owner_of(table[i, 0], single_owner, devices)
-        owners[g] = owner
-        where[g] = np.int64(code)
-        if code < HOST:
-            if tracked and last_step[owner, code] < first_step:
+    tracked = slots.shape[1] > 0
+    for start in range(0, unique, _BLOCK):
+        stop = min(start + _BLOCK, unique)
+        for g in range(start, stop):
+            i = unique_entry[g]
+            code = table[i, 1] >> _32
+            owner = owner_of(table[i, 0], single_owner, devices)
+            owners[g] = owner
+            where[g] = np.int64(code)
+            if tracked and code < HOST:
+                at = np.uint64(owner) * np.uint64(slots.shape[1]) + code
+                prefetch(words, at)  # pyright: ignore[reportCallIssue]
+        for g in range(start, stop):
+            code = np.uint64(where[g])
+            owner = owners[g]
+            if code < HOST:
+                if tracked and slots[owner, code].last_step < first_step:
+                    needed[owner] += 1
+            elif code < PENDING or code == NEW:
                 needed[owner] += 1
-        elif code < PENDING:
-            needed[owner] += 1
-        elif code == NEW:
-            needed[owner] += 1
-            new += 1
-    return new
 
 
 @numba.njit(nogil=True, cache=True)
 def commit(
-    table, unique_entry, unique, owners, number, step, first_step, max_uses,
-    last_step, steps_used, uses, pinned, where, coming, count,
+    table, unique_entry, unique, single_owner, devices, number, step, first_step,
+    max_uses, slots, words, pinned, where, owners, coming, count,
 ):  # fmt: skip
-    """Takes a surveyed batch into the window.
+    """Takes a batch into the window.
 
     Args:
       number: of the table in its group.
       step: of the batch.
       max_uses: how far `uses` counts.
-      last_step, steps_used, uses: of the slots, [owners, slots], in and out.
+      slots, words: of `survey`, in and out.
       pinned: int64 [owners], in and out: rows that the window has or will have.
-      where: int64 [..], in and out: of `survey`; rows that are to come get a number.
+      where: int64 [..], in and out: -1 for a key that stays without a row; of the others,
+        the slot or the number of the row that is to come.
+      owners: int32 [..], out.
       coming: of `Coming.columns`, in and out.
       count: rows that are to come so far.
 
@@ -84,97 +98,122 @@ def commit(
       The new count.
     """
     keys, tables, row_owners, sources, steps, used = coming
-    tracked = last_step.shape[1] > 0
-    for g in range(unique):
-        if where[g] < 0:
-            continue
-        code = np.uint64(where[g])
-        owner = owners[g]
-        if code < HOST:
-            if tracked:
-                if last_step[owner, code] < first_step:
-                    pinned[owner] += 1
-                last_step[owner, code] = step
-                steps_used[owner, code] += 1
-                if uses[owner, code] < max_uses:
-                    uses[owner, code] += 1
-        elif code < PENDING or code == NEW:
+    tracked = slots.shape[1] > 0
+    for start in range(0, unique, _BLOCK):
+        stop = min(start + _BLOCK, unique)
+        for g in range(start, stop):
             i = unique_entry[g]
-            keys[count] = table[i, 0]
-            tables[count] = number
-            row_owners[count] = owner
-            sources[count] = where[g]
-            steps[count] = step
-            used[count] = 1
-            table[i, 1] = (PENDING | np.uint64(count)) << _32 | (table[i, 1] & _LOW)
-            where[g] = np.int64(PENDING | np.uint64(count))
-            pinned[owner] += 1
-            count += 1
-        else:
-            at = np.int64(code - PENDING)
-            steps[at] = step
-            used[at] += 1
+            owner = owner_of(table[i, 0], single_owner, devices)
+            owners[g] = owner
+            if where[g] >= 0:
+                code = table[i, 1] >> _32
+                where[g] = np.int64(code)
+                if tracked and code < HOST:
+                    at = np.uint64(owner) * np.uint64(slots.shape[1]) + code
+                    prefetch(words, at)  # pyright: ignore[reportCallIssue]
+        for g in range(start, stop):
+            if where[g] < 0:
+                continue
+            code = np.uint64(where[g])
+            owner = owners[g]
+            if code < HOST:
+                if tracked:
+                    slot = slots[owner, code]
+                    if slot.last_step < first_step:
+                        pinned[owner] += 1
+                    slot.last_step = step
+                    slot.steps_used += 1
+                    if slot.uses < max_uses:
+                        slot.uses += 1
+            elif code < PENDING or code == NEW:
+                i = unique_entry[g]
+                keys[count] = table[i, 0]
+                tables[count] = number
+                row_owners[count] = owner
+                sources[count] = where[g]
+                steps[count] = step
+                used[count] = 1
+                table[i, 1] = (PENDING | np.uint64(count)) << _32 | (table[i, 1] & _LOW)
+                where[g] = np.int64(PENDING | np.uint64(count))
+                pinned[owner] += 1
+                count += 1
+            else:
+                at = np.int64(code - PENDING)
+                steps[at] = step
+                used[at] += 1
     return count
 
 
 @numba.njit(nogil=True, cache=True)
-def sweep(last_step, uses, first_step, hand, slots, wanted, out, out_steps):
+def sweep(slots, first_step, hand, used, wanted, out, out_steps):
     """Picks `wanted` slots whose rows leave; returns where the hand stops.
-
-    Their last steps go to `out_steps`, int32 [wanted].
 
     Slots of the window (used at `first_step` or later) and free ones are passed over.
     There must be enough others.
+
+    Args:
+      slots: [slots] of SLOT, of one owner, in and out.
+      first_step: of the window.
+      hand: where to start.
+      used: slots that have ever been given out.
+      wanted: how many.
+      out: int32 [wanted], out.
+      out_steps: int32 [wanted], out: the last steps that used their rows.
     """
     picked = 0
     while picked < wanted:
         at = hand
-        hand = hand + 1 if hand + 1 < slots else 0
-        if last_step[at] >= first_step or last_step[at] == FREE:
+        hand = hand + 1 if hand + 1 < used else 0
+        slot = slots[at]
+        if slot.last_step >= first_step or slot.last_step == FREE:
             continue
-        if uses[at] > 0:
-            uses[at] >>= 1
+        if slot.uses > 0:
+            slot.uses >>= 1
             continue
         out[picked] = at
-        out_steps[picked] = last_step[at]
-        last_step[at] = FREE
+        out_steps[picked] = slot.last_step
+        slot.last_step = FREE
         picked += 1
     return hand
 
 
 @numba.njit(nogil=True, cache=True)
 def seat(
-    coming, count, next_slot, capacity, free, free_count, left, slots, slot_keys,
-    slot_tables, last_step, steps_used, uses, before, max_uses,
+    coming, start, count, taken, next_slot, capacity, free, free_count, left, seats,
+    slots, before, max_uses,
 ):  # fmt: skip
     """Gives each row that comes a slot: a free one, one never used, or one just left.
 
     Args:
-      before: uint32 [count]: steps that have used each row in its earlier places.
+      start, count: which rows of `coming`.
+      taken: int64 [owners], in and out: how many of `left` have been used.
+      free: int32 [owners, ..], free slots; the first `free_count`, in and out.
       left: int32 [owners, ..] slots of rows that leave, in the order to be used.
-      slots: int32 [count], out.
+      seats: int32 [count], out: the slots.
+      slots: of `survey`, in and out.
+      before: uint32 [count]: steps that have used each row in its earlier places.
     """
     keys, tables, owners, _, steps, used = coming
-    taken = np.zeros(next_slot.shape[0], np.int64)
-    tracked = last_step.shape[1] > 0
-    for n in range(count):
+    tracked = slots.shape[1] > 0
+    for n in range(start, count):
         o = owners[n]
         if free_count[o] > 0:
             free_count[o] -= 1
-            slot = free[o, free_count[o]]
+            at = free[o, free_count[o]]
         elif next_slot[o] < capacity:
-            slot = next_slot[o]
-            next_slot[o] = slot + 1
+            at = next_slot[o]
+            next_slot[o] = at + 1
         else:
-            slot = left[o, taken[o]]
+            at = left[o, taken[o]]
             taken[o] += 1
-        slots[n] = slot
+        seats[n] = at
         if tracked:
-            slot_keys[o, slot] = keys[n]
-            slot_tables[o, slot] = tables[n]
-            last_step[o, slot] = steps[n]
-            steps_used[o, slot] = before[n] + used[n]
-            uses[o, slot] = min(used[n] - 1, max_uses)
+            slot = slots[o, at]
+            slot.key = keys[n]
+            slot.table = tables[n]
+            slot.last_step = steps[n]
+            slot.steps_used = before[n] + used[n]
+            slot.uses = min(used[n] - 1, max_uses)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -249,20 +288,22 @@ class Residents:
         self.coming = Coming()
         self.pinned = np.zeros(owners, np.int64)
         self.max_uses = MAX_USES["lfu" if storage is None else storage.keep]
-        slots = self.capacity or 0
-        self.last_step = np.full((owners, slots), FREE, np.int32)
-        self.steps_used = np.zeros((owners, slots), np.uint32)
-        self.uses = np.zeros((owners, slots), np.uint8)
-        self.keys = np.zeros((owners, slots), np.uint64)
-        self.tables = np.zeros((owners, slots), np.int32)
+        n = self.capacity or 0
+        self.slots = np.zeros((owners, n), SLOT)
+        self.slots["last_step"] = FREE
+        self.words = self.slots.view(np.int64).reshape(owners * n, 3)
         self._hand = np.zeros(owners, np.int64)
-        self._free = np.zeros((owners, slots), np.int32)
+        self._free = np.zeros((owners, n), np.int32)
         self._free_count = np.zeros(owners, np.int32)
 
     def begin(self) -> None:
         """Starts a window."""
         self.coming.count = 0
         self.pinned[:] = 0
+
+    def surely_fit(self, rows: int) -> bool:
+        """Whether `rows` more fit into the window whoever owns them."""
+        return self.capacity is None or int(self.pinned.max()) + rows <= self.capacity
 
     def lacking(self, needed: np.ndarray) -> int:
         """Slots an owner would lack if the window took `needed`, int64 [owners], more."""
@@ -286,24 +327,41 @@ class Residents:
             out, out_steps = np.empty((2, wanted), np.int32)
             if wanted:
                 self._hand[o] = sweep(
-                    self.last_step[o], self.uses[o], first_step, self._hand[o],
-                    int(self.next_slot[o]), wanted, out, out_steps,
+                    self.slots[o], first_step, self._hand[o], int(self.next_slot[o]),
+                    wanted, out, out_steps,
                 )  # fmt: skip
             slots.append(out)
             steps.append(out_steps)
         return slots, steps
 
-    def seat(self, left: list[np.ndarray], before: np.ndarray) -> np.ndarray:
-        """Slots of the rows that come, int32 [count], some of them those just left."""
+    def seat(
+        self, left: list[np.ndarray], before: np.ndarray, ends: Sequence[int]
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Gives the rows that come their slots, some of them those just left.
+
+        Args:
+          left: of `leave`.
+          before: uint32 [count]: steps that have used each row in its earlier places.
+          ends: where parts of them end.
+
+        Returns:
+          The slots, int32 [count]; and `next_slot` after each part.
+        """
         longest = max((len(x) for x in left), default=0)
         places = np.zeros((self.owners, longest), np.int32)
         for o, x in enumerate(left):
             places[o, : len(x)] = x
-        slots = np.empty(self.coming.count, np.int32)
-        seat(
-            self.coming.columns, self.coming.count, self.next_slot,
-            2**30 if self.capacity is None else self.capacity, self._free,
-            self._free_count, places, slots, self.keys, self.tables, self.last_step,
-            self.steps_used, self.uses, before, self.max_uses,
-        )  # fmt: skip
-        return slots
+        seats = np.empty(self.coming.count, np.int32)
+        taken = np.zeros(self.owners, np.int64)
+        capacity = 2**30 if self.capacity is None else self.capacity
+        used = []
+        start = 0
+        for end in ends:
+            seat(
+                self.coming.columns, start, end, taken, self.next_slot, capacity,
+                self._free, self._free_count, places, seats, self.slots, before,
+                self.max_uses,
+            )  # fmt: skip
+            used.append(self.next_slot.copy())
+            start = end
+        return seats, used

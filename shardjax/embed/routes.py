@@ -151,9 +151,7 @@ class Routes:
                 continue
             x = inputs[name]
             if spec.combiner == "none":
-                length = spec.max_length or self.size(
-                    (name, "length"), x.longest, 1
-                )
+                length = spec.max_length or self.size((name, "length"), x.longest, 1)
                 sequences.append(SequenceLayout(name, length))
             elif x.lengths is None:
                 fixed.append(name)
@@ -174,9 +172,7 @@ class Routes:
         p, name, examples = self.devices, layout.name, self.examples
         inputs, raws = self.inputs, self.raws
         missing = layout.received(p)
-        table_of = {
-            f: t for t, s in enumerate(self.tables) for f in s.table.features
-        }
+        table_of = {f: t for t, s in enumerate(self.tables) for f in s.table.features}
         if layout.fixed:
             columns = len(layout.fixed)
             out = np.empty((p, examples * columns), np.int32)

@@ -6,7 +6,12 @@ import numba
 import numpy as np
 
 from shardjax.embed.groups import Group
-from shardjax.embed.host_rows import HostRows, land_records, take_records
+from shardjax.embed.host_rows import (
+    HostRows,
+    land_records,
+    store_headers,
+    take_records,
+)
 from shardjax.embed.index import HOST, NEW, Index, mix64, relocate
 from shardjax.embed.moves import (
     Fill,
@@ -26,6 +31,22 @@ def _first_words(keys, seed, words):
     """64 random bits per row, a function of (seed, table, key): keys are salted."""
     for i in range(keys.shape[0]):
         words[i] = mix64(mix64(keys[i]) ^ seed)
+
+
+@numba.njit(nogil=True, cache=True)
+def number_by_owner(owners, counts, places, at):
+    """Numbers rows within their owners: places[at[i]]; `counts`, in and out."""
+    for i in range(owners.shape[0]):
+        places[at[i]] = counts[owners[i]]
+        counts[owners[i]] += 1
+
+
+@numba.njit(nogil=True, cache=True)
+def place_slots(slots, owners, places, out):
+    """Writes the slots of rows that have a place: out[owner, place]."""
+    for i in range(slots.shape[0]):
+        if places[i] >= 0:
+            out[owners[i], places[i]] = slots[i]
 
 
 def by_table(tables: np.ndarray, count: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -72,45 +93,62 @@ class Tier:
             if write_back.has_arrived:
                 assert self.host is not None
                 for part, rows in zip(write_back.parts(), write_back.rows, strict=True):
-                    land_records(part, rows, self.host.records, self.host.flight)
+                    land_records(part, rows, self.host.headers, self.host.records)
                 del self._flying[number]
 
-    def close(self, first_step: int) -> tuple[Move | None, np.ndarray]:
+    def close(
+        self, first_step: int, ends: Sequence[int]
+    ) -> tuple[np.ndarray, list[Move | None], list[np.ndarray]]:
         """Ends a window: settles who leaves and where those that come go.
 
         Args:
           first_step: of the window.
+          ends: for each of its batches, how many rows were to come after it.
 
         Returns:
-          What has to be done, if anything, and the slot of each row that comes, int32.
+          The slot of each row that comes, int32; what has to be done before each batch's
+          step, if anything; and the slots given out by then, int32 [owners] each. Rows
+          that have been before come and go before the first step, a new row comes before
+          the first step that uses it.
         """
         residents, coming = self.residents, self.residents.coming
         if not coming.count:
-            return None, np.zeros(0, np.int32)
+            used = residents.next_slot.copy()
+            return np.zeros(0, np.int32), [None] * len(ends), [used] * len(ends)
         self.land()
         new = coming.sources == int(NEW)
-        before = np.zeros(coming.count, np.uint32)
-        if self.host is not None:
-            before[~new] = self.host.steps_used[coming.sources[~new] - int(HOST)]
         left, last_steps = residents.leave(first_step)
         write_back = self._write_back(left, last_steps)
-        slots = residents.seat(left, before)
+        stored, places, before = self._fetch(new)
+        slots, used = residents.seat(left, before, ends)
+        if stored is not None:
+            place_slots(slots, coming.owners, places, stored.slots)
         for t, at in by_table(coming.tables, len(self.indexes)):
             relocate(self.indexes[t].table, coming.keys[at], slots[at].astype(np.int64))
-        stored, places = self._fetch(new, slots)
-        tracked = self.host is not None
-        none = np.zeros(0, np.int32)
-        move = Move(
-            self.number,
-            write_back,
-            stored,
-            tuple(self._fills(np.flatnonzero(new), slots)),
-            coming.keys.copy() if tracked else np.zeros(0, np.uint64),
-            coming.tables.copy() if tracked else none,
-            places if tracked else none,
-            coming.owners.copy() if tracked else none,
-        )
-        return move, slots
+        moves: list[Move | None] = []
+        start = 0
+        for end in ends:
+            fresh = start + np.flatnonzero(new[start:end])
+            fills = tuple(self._fills(fresh, slots))
+            arrivals = fresh
+            if not moves and stored is not None:
+                arrivals = np.concatenate([np.flatnonzero(~new), fresh])
+            if self.host is None:  # nobody keeps track
+                arrivals = fresh[:0]
+            move = Move(
+                self.number,
+                write_back if not moves else None,
+                stored if not moves else None,
+                fills,
+                coming.keys[arrivals],
+                coming.tables[arrivals],
+                places[arrivals],
+                coming.owners[arrivals],
+            )
+            something = move.write_back or move.stored or fills
+            moves.append(move if something else None)
+            start = end
+        return slots, moves, used
 
     def _write_back(self, left, last_steps) -> WriteBack | None:
         """Finds rows of the RAM tier for the rows that leave the devices."""
@@ -119,17 +157,18 @@ class Tier:
             return None
         assert self.host is not None
         host, residents = self.host, self.residents
-        owners = np.repeat(np.arange(self.owners, dtype=np.int32), [len(x) for x in left])
+        owners = np.repeat(
+            np.arange(self.owners, dtype=np.int32), [len(x) for x in left]
+        )
         places = np.concatenate([np.arange(len(x), dtype=np.int32) for x in left])
         slots = np.concatenate(left)
-        keys = residents.keys[owners, slots]
-        tables = residents.tables[owners, slots]
         rows = host.take(count)
         self._flights += 1
-        host.keys[rows], host.tables[rows] = keys, tables
-        host.steps_used[rows] = residents.steps_used[owners, slots]
-        host.last_step[rows] = np.concatenate(last_steps)
-        host.flight[rows], host.place[rows] = self._flights, places
+        keys, tables = np.empty(count, np.uint64), np.empty(count, np.int32)
+        store_headers(
+            host.headers, rows, residents.slots, slots, owners, places, self._flights,
+            np.concatenate(last_steps), keys, tables,
+        )  # fmt: skip
         for t, at in by_table(tables, len(self.indexes)):
             where = rows[at].astype(np.int64) + int(HOST)
             relocate(self.indexes[t].table, keys[at], where)
@@ -140,40 +179,46 @@ class Tier:
         self._flying[self._flights] = write_back
         return write_back
 
-    def _fetch(self, new, slots) -> tuple[Stored | None, np.ndarray]:
-        """Takes the rows that come back out of the RAM tier."""
+    def _fetch(self, new) -> tuple[Stored | None, np.ndarray, np.ndarray]:
+        """Takes the rows that come back out of the RAM tier.
+
+        Returns:
+          Them, without their slots; the place of each row that comes in them, int32, -1
+          for those that are new; and the steps that have used each, uint32.
+        """
         coming = self.residents.coming
         places = np.full(coming.count, -1, np.int32)
+        before = np.zeros(coming.count, np.uint32)
         back = np.flatnonzero(~new)
         if not len(back):
-            return None, places
+            return None, places, before
         assert self.host is not None
         host = self.host
         owners = coming.owners[back]
-        parts = []
-        for o in range(self.owners):
-            own = back[owners == o]
-            places[own] = np.arange(len(own))
-            parts.append(slots[own])
-        stored_slots = padded(parts)
+        counts = np.zeros(self.owners, np.int32)
+        number_by_owner(owners, counts, places, back)
+        stored_slots = padded([np.zeros(n, np.int32) for n in counts])
         n = stored_slots.shape[1]
         records = np.empty((self.owners, n, host.words), np.int32)
         rows = (coming.sources[back] - int(HOST)).astype(np.int32)
-        flight = host.flight[rows]
-        landed = flight == 0
-        at = owners * np.int64(n) + places[back]
-        take_records(
-            host.records, rows[landed], records.reshape(-1, host.words), at[landed]
-        )
+        flights = np.empty(len(rows), np.int32)
+        steps_used = np.empty(len(rows), np.uint32)
+        late = take_records(
+            host.headers, host.header_words, host.records, rows,
+            records.reshape(-1, host.words), owners * np.int64(n) + places[back],
+            steps_used, flights,
+        )  # fmt: skip
+        before[back] = steps_used
         stored = Stored(stored_slots, records)
-        for number in np.unique(flight[~landed]):
-            late = np.flatnonzero(flight == number)
-            write_back = self._flying[int(number)]
-            sources = host.place[rows[late]]
-            write_back.rows[owners[late], sources] = -1
-            stored.late.append((write_back, owners[late], sources, places[back[late]]))
+        for number, write_back in self._flying.items() if late else ():
+            own = np.flatnonzero(flights == number)
+            if len(own):
+                sources = host.headers["place"][rows[own]]
+                write_back.rows[owners[own], sources] = -1
+                here = places[back[own]]
+                stored.late.append((write_back, owners[own], sources, here))
         host.release(rows)
-        return stored, places
+        return stored, places, before
 
     def _fills(self, new, slots) -> Iterator[Fill]:
         """First values of the rows that are new, by initializer."""
@@ -257,11 +302,11 @@ class Tier:
         """Records of rows of the RAM tier, also those on their way."""
         assert self.host is not None
         records = self.host.records[rows]
-        flight = self.host.flight[rows]
-        for number in np.unique(flight[flight > 0]):
+        headers = self.host.headers[rows]
+        for number in np.unique(headers["flight"][headers["flight"] > 0]):
             parts = self._flying[int(number)].parts()
-            for i in np.flatnonzero(flight == number):
-                records[i] = parts[owners[i]][self.host.place[rows[i]]]
+            for i in np.flatnonzero(headers["flight"] == number):
+                records[i] = parts[owners[i]][headers["place"][i]]
         return records
 
     @property

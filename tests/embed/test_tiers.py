@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from shardjax import train
-from shardjax.data import Batch, InMemory, Loader, iterable
+from shardjax.data import Batch, Loader
 from shardjax.embed import (
     EmbeddingCollection,
     FeatureSpec,
@@ -128,3 +128,183 @@ def test_moving_rows_changes_no_bit(mesh, optimizer):
         assert tiered.counters["inserted"] == plain.counters["inserted"]
         if window == 50:
             assert tiered.counters["shortened_windows"] > 0
+
+
+STORAGE = Storage(device_rows=320)
+
+
+def warm(mesh, window=3, n=12, **more):
+    """A plain and a tiered run after the same batches."""
+    runs = Run(mesh, "adam", **more), Run(mesh, "adam", STORAGE, window, **more)
+    for run in runs:
+        run.train(batches(n))
+    return runs
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "4x2"])
+def test_evaluation_reads_rows_wherever_they_are(mesh):
+    plain, tiered = warm(mesh)
+    held_out = batches(3, keys=KEYS + 50, seed=9)
+    for batch in held_out:
+        expected, unseen = plain.predict(batch)
+        assert unseen > 0
+        for _ in range(2):  # and changes nothing
+            found, same = tiered.predict(batch)
+            np.testing.assert_array_equal(found, expected)
+            assert same == unseen
+    for run in (plain, tiered):
+        run.train(batches(6, seed=3))
+    assert_same(plain, tiered)
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "8x1"])
+def test_evaluation_sees_what_has_been_trained_not_what_is_planned(mesh):
+    """The loader is several windows ahead when an evaluation comes between."""
+    made, held_out = batches(20), batches(2, keys=KEYS + 50, seed=9)
+    plain = Run(mesh, "adam")
+    tiered = Run(mesh, "adam", STORAGE, 2)
+    prepared = []
+    for start in range(0, 20, 2):
+        prepared += train.prepare_window(tiered.collection, made[start : start + 2])
+    for n, batch in enumerate(prepared):
+        if n % 5 == 3:
+            for held in held_out:
+                expected, unseen = plain.predict(held)
+                found, same = tiered.predict(held)
+                np.testing.assert_array_equal(found, expected)
+                assert same == unseen
+            np.testing.assert_array_equal(
+                np.sort(plain.collection.keys("item")),
+                np.sort(tiered.collection.keys("item")),
+            )
+            for x, y in zip(plain.rows(), tiered.rows(), strict=True):
+                np.testing.assert_array_equal(x, y)
+        plain.train([made[n]])
+        tiered.take(batch)
+    assert tiered.counters["written_back_rows"] > 0
+    assert_same(plain, tiered)
+
+
+def test_an_evaluation_batch_is_refused_once_rows_have_moved():
+    _, tiered = warm("1x1")
+    prepared = train.prepare(tiered.collection, batches(1, seed=5)[0], train=False)
+    tiered.train(batches(8, seed=3))
+    stacked = stack_metrics({}, tiered.collection.mesh)
+    with pytest.raises(RuntimeError, match="prepared before training went on"):
+        tiered.evaluate(tiered.state, stacked, prepared)
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "2x4"])
+def test_batches_that_nobody_steps_on_lose_no_row(mesh):
+    plain, tiered = warm(mesh)
+    for run in (plain, tiered):
+        for seed in (11, 12):  # planned, then abandoned
+            list(train.prepare_window(run.collection, batches(4, seed=seed)))
+        run.train(batches(6, seed=3))
+    assert_same(plain, tiered)
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_a_loader_plans_windows_ahead(window):
+    made = batches(13)
+    plain = Run("8x1", "adam")
+    plain.train(made + made)
+    tiered = Run("8x1", "adam", STORAGE)
+    loader = Loader(
+        Chunks(made),
+        BATCH,
+        map=lambda several: train.prepare_window(tiered.collection, several),
+        window=window,
+    )
+    for _ in range(2):
+        for batch in loader:
+            tiered.take(batch)
+    assert tiered.counters["windows"] >= 2 * -(-13 // window)
+    assert_same(plain, tiered)
+
+
+class Chunks:
+    """Batches as a source."""
+
+    feature_names, n_dense = ("user", "bag"), 4
+
+    def __init__(self, made):
+        self.made = made
+
+    def chunks(self, start_chunk=0):
+        yield from self.made[start_chunk:]
+
+
+def test_a_batch_that_does_not_fit_says_what_it_needs():
+    tiered = Run("1x1", "sgd", Storage(device_rows=20))
+    keys = np.arange(BATCH, dtype=np.uint64)
+    big = Batch(
+        np.zeros(BATCH, np.float32),
+        np.zeros((BATCH, 4), np.float32),
+        keys[None],
+        ("user",),
+        {"bag": Jagged(keys, np.ones(BATCH, np.int32))},
+    )
+    message = (
+        r"needs 96 rows of the tables 'user', 'item' on one device, and `device_rows` of"
+        r" the storage gives each 20\. Give at least device_rows=96, or smaller batches"
+    )
+    with pytest.raises(PlanError, match=message):
+        train.prepare(tiered.collection, big, train=True)
+    assert len(tiered.collection.keys("user")) == 0
+    small = batches(1, keys=8)[0]
+    tiered.train([small])  # nothing has changed
+    plain = Run("1x1", "sgd")
+    plain.train([small])
+    assert_same(plain, tiered)
+
+
+def test_an_error_in_a_window_comes_after_the_batches_before_it():
+    plain, tiered = warm("1x1")
+    good, bad = batches(3, seed=3), batches(1, seed=4)[0]
+    bad = Batch(bad.labels, bad.dense, bad.fixed, ("other",), bad.jagged)
+    taken = train.prepare_window(tiered.collection, [*good, bad, *good])
+    for _ in good:
+        tiered.take(next(taken))
+    with pytest.raises(ValueError, match=r"lacks the features \['user'\]"):
+        next(taken)
+    plain.train(good)
+    for run in (plain, tiered):
+        run.train(batches(4, seed=5))
+    assert_same(plain, tiered)
+
+
+def test_a_batch_of_exactly_all_slots_fits():
+    """The next window shares no row with it (a cache of exactly one batch)."""
+    tiered = Run("1x1", "adam", Storage(device_rows=BATCH), two_tables=False)
+    plain = Run("1x1", "adam", two_tables=False)
+    made = []
+    for n in range(6):
+        keys = np.arange(BATCH, dtype=np.uint64) + (n % 3) * BATCH
+        bag = Jagged(keys, np.ones(BATCH, np.int32))
+        labels = (keys % 2).astype(np.float32)
+        dense = np.ones((BATCH, 4), np.float32)
+        made.append(Batch(labels, dense, keys[None], ("user",), {"bag": bag}))
+    prepared = [train.prepare(tiered.collection, b, train=True) for b in made]
+    for batch in prepared:
+        tiered.take(batch)
+    plain.train(made)
+    assert_same(plain, tiered)
+    assert tiered.counters["written_back_rows"] == 5 * BATCH
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"device_rows": 0}, ValueError, r"`device_rows` must be in \[1, .*got 0"),
+        ({"device_rows": 1.5}, TypeError, "`device_rows` must be an integer, got 1.5"),
+        (
+            {"device_rows": 9, "keep": "mru"},
+            ValueError,
+            "`keep` must be 'lfu' or 'lru'",
+        ),
+    ],
+)
+def test_bad_storages_are_refused(values, error, message):
+    with pytest.raises(error, match=message):
+        Storage(**values)
