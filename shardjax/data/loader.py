@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from shardjax.data.batch import Batch
 from shardjax.data.shuffling import (
     Position,
     check_count,

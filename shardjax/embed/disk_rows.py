@@ -1,0 +1,298 @@
+"""The disk tier of one slab: segments in a folder, and their compaction."""
+
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from shardjax.embed.segments import HEADER_WORDS, Found, Segment, hash_keys
+
+_log = logging.getLogger(__name__)
+_LOCK = "shardjax.lock"
+_PATTERN = "*.shardjax-rows"
+
+
+class DiskFolder:
+    """A folder that one process uses for its disk tiers.
+
+    The files are good only as long as the process lives, whose devices and RAM have the
+    other rows: those of a process that has ended are removed.
+
+    Raises:
+      OSError: if the folder cannot be written to, or another process uses it.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise type(error)(
+                f"the disk tier needs a folder that it can write to, and {str(path)!r} is"
+                f" none: {error.strerror}. Give another one"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(self._lock, 32, 0).decode().strip() or "unknown"
+            os.close(self._lock)
+            raise BlockingIOError(
+                f"the folder {str(path)!r} of the disk tier is in use by process {owner}."
+                " Give each process a folder of its own"
+            ) from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        left = list(self.path.glob(_PATTERN))
+        for file in left:
+            file.unlink()
+        if left:
+            _log.info(
+                "%s: removed %d files of a process that has ended", self.path, len(left)
+            )
+
+    def close(self) -> None:
+        """Lets others use the folder."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+class DiskRows:
+    """Rows of one slab on disk.
+
+    Args:
+      folder: for the files.
+      name: of the slab; part of the files' names.
+      words: 32-bit words per row.
+      merge_bytes: how much compaction reads and writes at a time.
+      threads: that read.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as path:
+      ...     folder = DiskFolder(path)
+      ...     disk = DiskRows(folder, "group0", words=2)
+      ...     keys, tables = np.array([7, 9], np.uint64), np.zeros(2, np.int32)
+      ...     steps = np.ones(2, np.int32)
+      ...     disk.add(keys, tables, steps, steps.astype("u4"), np.array([[1, 2], [3, 4]], "i4"))
+      ...     found = disk.take(np.array([9, 8], np.uint64), tables)
+      ...     left = len(disk)
+      ...     disk.close()
+      ...     folder.close()
+      >>> found.mask.tolist(), found.rows[0].tolist(), left
+      ([True, False], [3, 4], 1)
+    """
+
+    def __init__(
+        self,
+        folder: DiskFolder,
+        name: str,
+        words: int,
+        merge_bytes: int = 256 << 20,
+        threads: int = 4,
+    ):
+        self.folder = folder
+        self.name = name
+        self.words = words
+        self._record_bytes = 4 * (HEADER_WORDS + words)
+        self._merge_bytes = merge_bytes
+        self.segments: list[Segment] = []
+        self.compactions = 0
+        self._files = 0
+        self._lock = threading.Lock()
+        self._readers = ThreadPoolExecutor(threads, "disk_rows_read")
+        self._compactor = ThreadPoolExecutor(1, "disk_rows_compact")
+        self._compacting: Future | None = None
+
+    def __len__(self) -> int:
+        return sum(s.live for s in self.segments)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(s.file_bytes for s in self.segments)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the records that live."""
+        return len(self) * self._record_bytes
+
+    @property
+    def ram_bytes(self) -> int:
+        """Bytes of RAM that it takes to find records."""
+        return sum(s.ram_bytes for s in self.segments)
+
+    def add(self, keys, tables, last_step, steps_used, rows) -> None:
+        """Writes rows that are not on disk.
+
+        Args:
+          keys: uint64 [n], salted; with `tables`, int32 [n], unique.
+          last_step, steps_used: int32 and uint32 [n].
+          rows: int32 [n, words].
+
+        Raises:
+          OSError: if they cannot be written, for want of space or otherwise; nothing has
+            changed then.
+        """
+        self._raise_failure()
+        if not len(keys):
+            return
+        segment = self._write(keys, tables, last_step, steps_used, rows)
+        with self._lock:
+            self.segments.append(segment)
+        self._start_compaction()
+        while self._compacting is not None and self.file_bytes > self._most_bytes:
+            self.wait()  # dead records would pile up faster than they are cleared away
+            self._start_compaction()
+
+    def take(self, keys: np.ndarray, tables: np.ndarray) -> Found:
+        """Reads rows and takes them off the disk; those without a row are not found.
+
+        Args:
+          keys: uint64 [n], salted; with `tables`, int32 [n], unique.
+
+        Raises:
+          CorruptSegmentError: if a file is not what was written.
+        """
+        self._raise_failure()
+        found = self._find(keys, tables, bury=True)
+        self._start_compaction()
+        return found
+
+    def read(self, keys: np.ndarray, tables: np.ndarray) -> Found:
+        """Reads rows, as `take`, and leaves them where they are."""
+        return self._find(keys, tables, bury=False)
+
+    def _find(self, keys, tables, bury: bool) -> Found:
+        hashes = np.empty(len(keys), np.uint64)
+        hash_keys(keys, hashes)
+        records = np.empty((len(keys), HEADER_WORDS + self.words), np.int32)
+        mask = np.zeros(len(keys), bool)
+        out = np.full(len(keys), -1, np.int64)
+        wanted = np.arange(len(keys))
+        with self._lock:
+            for segment in reversed(self.segments):
+                if not len(wanted):
+                    break
+                run = self._readers.map if len(wanted) > 512 else map
+                segment.find(wanted, keys, tables, hashes, out, records, run)
+                hit = out[wanted] >= 0
+                here = wanted[hit]
+                mask[here] = True
+                if bury and len(here):
+                    segment.bury(out[here])
+                wanted = wanted[~hit]
+        return Found(mask, records[:, 3], records[:, 4].view(np.uint32), records[:, 6:])
+
+    def _write(self, keys, tables, last_step, steps_used, rows) -> Segment:
+        self._files += 1
+        path = self.folder.path / f"{self.name}-{self._files:06d}{_PATTERN[1:]}"
+        try:
+            return Segment.write(path, keys, tables, last_step, steps_used, rows)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"the disk tier cannot write {len(keys)} rows"
+                f" ({len(keys) * self._record_bytes} bytes) to {str(path)!r}:"
+                f" {error.strerror}. No row is lost: they are still in RAM. Free space, or"
+                " give another folder",
+            ) from error
+
+    @property
+    def _most_bytes(self) -> int:
+        """What the files may take: twice what lives, and what compaction works on."""
+        return 2 * self.live_bytes + self._merge_bytes
+
+    def _start_compaction(self) -> None:
+        if self._compacting is not None and not self._compacting.done():
+            return
+        with self._lock:
+            chosen = self._choose()
+        if chosen:
+            self._compacting = self._compactor.submit(self._compact, chosen)
+
+    def _choose(self) -> list[Segment]:
+        """Segments to make one of: many dead records, or many small files."""
+        empty = [s for s in self.segments if not s.live]
+        if empty:
+            return empty
+        live, total = self.live_bytes, self.file_bytes
+        by_waste = sorted(self.segments, key=lambda s: s.live / s.count)
+        if total > 1.5 * live + self._merge_bytes // 8:
+            return self._upto_limit(by_waste)
+        small = [s for s in self.segments if 4 * s.file_bytes <= self._merge_bytes]
+        if len(small) > 6:
+            return self._upto_limit(sorted(small, key=lambda s: s.file_bytes))
+        return []
+
+    def _upto_limit(self, segments: Iterable[Segment]) -> list[Segment]:
+        chosen, size = [], 0
+        for s in segments:
+            size += s.live * self._record_bytes
+            if chosen and size > self._merge_bytes:
+                break
+            chosen.append(s)
+        return chosen
+
+    def _compact(self, chosen: list[Segment]) -> None:
+        """Makes one segment of what lives in some; in the background."""
+        numbers, parts, origin = [], [], []
+        for s, segment in enumerate(chosen):
+            chunk = max((4 << 20) // self._record_bytes, 1)
+            for start in range(0, segment.count, chunk):
+                stop = min(start + chunk, segment.count)
+                rows, records = segment.live_records(start, stop)
+                numbers.append(rows)
+                parts.append(records)
+                origin.append(np.full(len(rows), s, np.int32))
+        records = np.concatenate(parts)
+        number, source = np.concatenate(numbers), np.concatenate(origin)
+        merged = None
+        if len(records):
+            keys = np.ascontiguousarray(records[:, :2]).view(np.uint64)[:, 0]
+            tables, steps = records[:, 2].copy(), records[:, 3].copy()
+            used = records[:, 4].copy().view(np.uint32)
+            merged = self._write(keys, tables, steps, used, records[:, HEADER_WORDS:])
+            hashes = np.empty(len(keys), np.uint64)
+            hash_keys(keys, hashes)
+            place = np.empty(len(keys), np.int64)
+            place[np.argsort(hashes)] = np.arange(len(keys))
+        with self._lock:
+            if merged is not None:
+                # what has been taken out meanwhile is dead here too
+                for s, segment in enumerate(chosen):
+                    own = source == s
+                    n = number[own]
+                    gone = (segment.dead[n >> 3] >> (n & 7)) & 1 == 1
+                    merged.bury(place[own][gone])
+            kept = [s for s in self.segments if s not in chosen]
+            self.segments = kept + ([] if merged is None else [merged])
+            self.compactions += 1
+        for segment in chosen:
+            segment.delete()
+
+    def _raise_failure(self) -> None:
+        """Raises what a compaction has met."""
+        if self._compacting is not None and self._compacting.done():
+            done, self._compacting = self._compacting, None
+            done.result()
+
+    def wait(self) -> None:
+        """Waits for a compaction that is under way."""
+        if self._compacting is not None:
+            self._compacting.result()
+            self._compacting = None
+
+    def close(self) -> None:
+        """Ends the threads and removes the files."""
+        self._compactor.shutdown(wait=True)
+        self._readers.shutdown(wait=True)
+        for segment in self.segments:
+            segment.delete()
+        self.segments = []

@@ -1,0 +1,288 @@
+"""The disk tier: no row lost, doubled or mixed up, and faults are told."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from shardjax.embed.disk_rows import DiskFolder, DiskRows
+from shardjax.embed.segments import CorruptSegmentError
+from tests.embed.reference import unmix64
+
+ROOT = Path(__file__).parent.parent.parent
+WORDS = 3
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = DiskFolder(tmp_path / "disk")
+    yield folder
+    folder.close()
+
+
+@pytest.fixture
+def disk(folder):
+    disk = DiskRows(folder, "group0", WORDS, merge_bytes=1 << 14)
+    yield disk
+    disk.close()
+
+
+def u64(keys):
+    return np.array(list(keys), np.uint64)
+
+
+def add(disk, keys, tables=None, version=0):
+    """Adds rows that say whose they are."""
+    keys = u64(keys)
+    tables = np.zeros(len(keys), np.int32) if tables is None else tables
+    disk.add(keys, tables, *row_of(keys, tables, version))
+
+
+def row_of(keys, tables, version):
+    """last_step, steps_used and numbers of rows, functions of key, table and version."""
+    low = (keys & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
+    rows = np.stack([low, tables, np.full(len(keys), version, np.int32)], 1)
+    steps = (tables * 7 + version).astype(np.int32)
+    return steps, steps.astype(np.uint32) + np.uint32(2**31), rows
+
+
+def check(found, keys, tables, version, mask):
+    np.testing.assert_array_equal(found.mask, mask)
+    steps, used, rows = row_of(keys, tables, version)
+    np.testing.assert_array_equal(found.rows[mask], rows[mask])
+    np.testing.assert_array_equal(found.last_step[mask], steps[mask])
+    np.testing.assert_array_equal(found.steps_used[mask], used[mask])
+
+
+KEYS = st.one_of(st.integers(0, 40), st.integers(2**64 - 5, 2**64 - 1))
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "take", "read", "wait"]),
+        st.lists(st.tuples(KEYS, st.integers(0, 2)), max_size=30, unique=True),
+    ),
+    max_size=25,
+)
+
+
+@given(ACTIONS)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_disk_rows_are_a_dict(tmp_path_factory, actions):
+    folder = DiskFolder(tmp_path_factory.mktemp("disk"))
+    disk = DiskRows(folder, "group0", WORDS, merge_bytes=1 << 10)
+    model: dict[tuple[int, int], int] = {}
+    for version, (what, items) in enumerate(actions):
+        if what == "add":
+            items = [x for x in items if x not in model]
+        keys = u64(k for k, _ in items)
+        tables = np.array([t for _, t in items], np.int32)
+        if what == "add":
+            add(disk, keys, tables, version)
+            model |= dict.fromkeys(items, version)
+        elif what == "wait":
+            disk.wait()
+        else:
+            found = (disk.take if what == "take" else disk.read)(keys, tables)
+            versions = np.array([model.get(x, -1) for x in items], np.int32)
+            check(found, keys, tables, versions, versions >= 0)
+            if what == "take":
+                for x in items:
+                    model.pop(x, None)
+        assert len(disk) == len(model)
+    disk.close()
+    assert not list(folder.path.glob("*rows"))
+    folder.close()
+
+
+def test_many_rows_survive_compaction(disk):
+    rng = np.random.default_rng(0)
+    keys = np.unique(rng.integers(2**64, size=20_000, dtype=np.uint64))
+    tables = np.zeros(len(keys), np.int32)
+    where = np.full(len(keys), -1)
+    for version in range(40):
+        out = np.flatnonzero(where < 0)
+        chosen = rng.choice(out, min(len(out), 2000), replace=False)
+        add(disk, keys[chosen], tables[chosen], version)
+        where[chosen] = version
+        asked = rng.choice(len(keys), 1500, replace=False)
+        found = disk.take(keys[asked], tables[asked])
+        check(found, keys[asked], tables[asked], where[asked], where[asked] >= 0)
+        where[asked] = -1
+        assert len(disk) == (where >= 0).sum()
+        assert disk.file_bytes <= 2 * disk.live_bytes + (1 << 14) + 1500 * 4 * (6 + WORDS)
+    disk.wait()
+    found = disk.read(keys, tables)
+    check(found, keys, tables, where, where >= 0)
+    assert disk.compactions > 3
+    assert sum(f.stat().st_size for f in disk.folder.path.glob("*rows")) == disk.file_bytes
+
+
+def test_less_than_two_bytes_of_ram_per_key(disk):
+    add(disk, range(100_000))
+    assert disk.ram_bytes <= 2 * 100_000
+
+
+def test_keys_that_share_all_bits_of_their_hash_that_are_kept(disk):
+    """One bucket, equal marks: only the keys tell them apart."""
+    keys = u64(unmix64((i << 12) | 5) for i in range(300))
+    tables = np.zeros(300, np.int32)
+    add(disk, keys)
+    absent = u64(unmix64((i << 12) | 5) for i in range(300, 400))
+    found = disk.read(np.concatenate([keys, absent]), np.zeros(400, np.int32))
+    assert found.mask.tolist() == [True] * 300 + [False] * 100
+    check(disk.take(keys, tables), keys, tables, 0, np.ones(300, bool))
+    assert len(disk) == 0
+
+
+def test_equal_keys_of_two_tables_are_two_rows(disk):
+    keys, tables = u64([7, 7]), np.array([0, 1], np.int32)
+    add(disk, keys, tables)
+    check(disk.take(keys[1:], tables[1:]), keys[1:], tables[1:], 0, np.ones(1, bool))
+    found = disk.read(keys, tables)
+    assert found.mask.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("word", [0, 1, 2, 3, 4, 5, 6, 8])
+def test_a_flipped_bit_is_noticed(disk, word):
+    add(disk, range(1000))
+    [file] = disk.folder.path.glob("*rows")
+    size = 4 * (6 + WORDS)
+    with open(file, "r+b") as stream:
+        for n in range(1000):
+            stream.seek(n * size + 4 * word)
+            byte = stream.read(1)[0]
+            stream.seek(n * size + 4 * word)
+            stream.write(bytes([byte ^ 16]))
+    with pytest.raises(CorruptSegmentError, match=r"record \d+ .* has changed"):
+        disk.take(u64(range(1000)), np.zeros(1000, np.int32))
+
+
+def test_a_truncated_file_is_noticed(disk):
+    add(disk, range(1000))
+    [file] = disk.folder.path.glob("*rows")
+    os.truncate(file, 2000)
+    with pytest.raises(CorruptSegmentError, match=r"group0-000001.* is cut off"):
+        disk.take(u64(range(1000)), np.zeros(1000, np.int32))
+
+
+def test_compaction_notices_a_changed_record_and_says_so_next_time(disk):
+    add(disk, range(1000))
+    [file] = disk.folder.path.glob("*rows")
+    with open(file, "r+b") as stream:
+        stream.seek(4 * 6)
+        stream.write(b"\xff\xff\xff\xff")
+    record = disk.segments[0].live_records(1, 1000)[1][:, 0]  # the others are good
+    disk.take(record[:800].astype(np.uint64), np.zeros(800, np.int32))
+    with pytest.raises(CorruptSegmentError, match="record 0 "):
+        disk.wait()
+
+
+def test_a_full_disk_loses_nothing(disk, monkeypatch):
+    add(disk, range(100))
+    write = os.write
+
+    def full(fd, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    message = r"cannot write 50 rows \(1800 bytes\) to .*No space left.*still in RAM"
+    with pytest.raises(OSError, match=message):
+        add(disk, range(100, 150))
+    monkeypatch.setattr(os, "write", write)
+    assert len(disk) == 100
+    assert len(list(disk.folder.path.glob("*rows"))) == 1
+    add(disk, range(100, 150))
+    assert disk.read(u64(range(150)), np.zeros(150, np.int32)).mask.all()
+
+
+def test_a_real_quota_is_a_clear_error(tmp_path):
+    """A file-size limit of the process, as a full disk would."""
+    program = f"""
+import resource, signal, numpy as np
+from shardjax.embed.disk_rows import DiskFolder, DiskRows
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+disk = DiskRows(DiskFolder({str(tmp_path / "d")!r}), "g", 3)
+keys = np.arange(10_000, dtype=np.uint64)
+zeros = np.zeros(10_000, np.int32)
+try:
+    disk.add(keys, zeros, zeros, zeros.astype("u4"), np.zeros((10_000, 3), np.int32))
+except OSError as error:
+    print(error)
+print(len(disk), list(disk.folder.path.glob("*rows")))
+"""
+    done = run(program)
+    assert "cannot write 10000 rows (360000 bytes)" in done.stdout, done.stderr
+    assert done.stdout.endswith("0 []\n")
+
+
+def run(program):
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_folder_is_for_one_process(folder):
+    program = f"""
+from shardjax.embed.disk_rows import DiskFolder
+try:
+    DiskFolder({str(folder.path)!r})
+except OSError as error:
+    print(error)
+"""
+    assert f"in use by process {os.getpid()}. Give each" in run(program).stdout
+
+
+def test_files_of_a_killed_process_are_removed(tmp_path):
+    program = f"""
+import numpy as np, sys, time
+from shardjax.embed.disk_rows import DiskFolder, DiskRows
+disk = DiskRows(DiskFolder({str(tmp_path)!r}), "g", 3, merge_bytes=1 << 16)
+zeros = np.zeros(5000, np.int32)
+print("ready", flush=True)
+for n in range(10**6):
+    keys = np.arange(n * 5000, n * 5000 + 5000, dtype=np.uint64)
+    disk.add(keys, zeros, zeros, zeros.astype("u4"), np.zeros((5000, 3), np.int32))
+    disk.take(keys[:4000], zeros[:4000])
+"""
+    (tmp_path / "mine.txt").write_text("not ours")
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("*rows"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert list(tmp_path.glob("*rows"))
+    folder = DiskFolder(tmp_path)
+    assert not list(tmp_path.glob("*rows"))
+    assert (tmp_path / "mine.txt").exists()
+    folder.close()
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(OSError, match="needs a folder that it can write to, and .*file"):
+        DiskFolder(file)
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(OSError, match="needs a folder that it can write to"):
+        DiskFolder(tmp_path)
