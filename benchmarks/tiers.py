@@ -8,7 +8,8 @@ Variants, each in a process of its own, rounds interleaved:
 device    all rows on the devices
 K=8, ...  a tenth of the keys on the devices, the rest in RAM, windows of K batches planned
           while the devices train
-K=1 bare  a cache without look-ahead: each batch planned and moved only when it is due
+disk      the same with all but a fifth of the keys on disk, page cache warm
+bare      a cache without look-ahead: each batch planned and moved only when it is due
 
 Prints a table of medians and ratios, and as the last line JSON.
 """
@@ -18,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +39,7 @@ def worker(a):
 
     import shardjax as sj
     from shardjax import data, embed, models, train
+    from shardjax.embed.index import entries_for
     from shardjax.network import from_nnx
     from shardjax.state import init_state
 
@@ -45,8 +48,19 @@ def worker(a):
     rows = embed.rowwise_adagrad(0.05) if a.optimizer == "rowwise" else optax.adam(1e-3)
     size = zipf.table_rows(a.rows)
     storage = None
-    if a.worker != "device":
-        storage = embed.Storage(device_rows=int(size * len(NAMES) * a.share))
+    total = size * len(NAMES)
+    disk = tempfile.TemporaryDirectory()
+    if a.worker == "disk":
+        row_bytes = 4 * (DIM + (2 * DIM if a.optimizer == "adam" else 1)) + 36
+        index = len(NAMES) * 16 * entries_for(int(size * (a.share + 0.1)) + 5000)
+        index += 2 * total
+        storage = embed.Storage(
+            device_rows=int(total * a.share),
+            host_bytes=int(0.1 * total * row_bytes + index),
+            disk=disk.name,
+        )
+    elif a.worker != "device":
+        storage = embed.Storage(device_rows=int(total * a.share))
     collection = embed.EmbeddingCollection(
         {n: embed.FeatureSpec(embed.TableSpec(n, DIM, optimizer=rows)) for n in NAMES},
         mesh=mesh,
@@ -88,7 +102,7 @@ def worker(a):
     if a.worker == "bare":
         stream = (train.prepare(collection, b, train=True) for b in kept)
     else:
-        window = 1 if a.worker == "device" else int(a.worker)
+        window = {"device": 1, "disk": a.windows[0]}.get(a.worker) or int(a.worker)
         stream = data.Loader(
             Source(),
             a.batch,
@@ -97,9 +111,14 @@ def worker(a):
         )
     report = time_steps(run, stream, a.warm, a.steps, a.batch)
     if storage is not None:
-        uses = counters["device_hits"] + counters["host_hits"] + counters["inserted"]
+        hits = ("device_hits", "host_hits", "disk_hits", "inserted")
+        uses = sum(counters[name] for name in hits)
         report["hit_rate"] = counters["device_hits"] / uses
         report["moved_rows_per_step"] = counters["fetched_rows"] / count
+        report["disk_rows_per_step"] = counters["disk_hits"] / count
+        disk_rows = collection.planner.tiers[0].disk
+        report["on_disk"] = 0 if disk_rows is None else len(disk_rows) / total
+        collection.close()
     return report
 
 
@@ -108,6 +127,7 @@ def run_worker(a, variant, optimizer):
     options = []
     for name in ("rows", "batch", "steps", "warm", "share", "mesh"):
         options += [f"--{name}", str(getattr(a, name))]
+    options += ["--windows", str(a.windows[0])]
     command = [sys.executable, __file__, "--worker", variant, "--optimizer", optimizer]
     env = {**os.environ, "JAX_PLATFORMS": a.platform}
     done = subprocess.run(
@@ -139,7 +159,7 @@ def main():
         return
     variants = [("device", "rowwise"), ("bare", "rowwise")]
     variants += [(str(k), "rowwise") for k in a.windows]
-    variants += [("device", "adam"), (str(a.windows[0]), "adam")]
+    variants += [("disk", "rowwise"), ("device", "adam"), (str(a.windows[0]), "adam")]
     found = {}
     for _ in range(a.rounds):
         for variant, optimizer in variants:

@@ -64,6 +64,10 @@ class StorageConfig:
     lookahead: int = 8
     """Batches whose rows are brought to the devices together, planned while those before
     them are trained on."""
+    host_bytes: str | None = None
+    """RAM for the other rows, such as 8GB; rows beyond go to --storage.disk."""
+    disk: str | None = None
+    """Folder for the rows that RAM does not hold; emptied at the end."""
     keep: Literal["lfu", "lru"] = "lfu"
     """Rows that stay when others must come: the most often or the last used ones."""
 
@@ -75,8 +79,19 @@ class StorageConfig:
     def storage(self) -> embed.Storage | None:
         """For a collection."""
         if self.device_rows is None:
+            for name in ("host_bytes", "disk"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"`{name}` is for rows that are not on the devices, got"
+                        f" {getattr(self, name)!r} and no `device_rows`"
+                    )
             return None
-        return embed.Storage(device_rows=self.device_rows, keep=self.keep)
+        return embed.Storage(
+            device_rows=self.device_rows,
+            host_bytes=self.host_bytes,
+            disk=self.disk,
+            keep=self.keep,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +195,7 @@ def main(config: Config) -> dict[str, Any]:
             result["steps"], {k: v for k, v in values.items() if v is not None}
         )
         rows = run.rows
+    collection.close()
     result = finite(result)
     result["seconds"] = round(time.perf_counter() - started, 2)
     if config.out is not None:

@@ -267,10 +267,19 @@ def test_a_file_that_only_claims_to_be_gzip(tmp_path):
     assert guess_format(str(path)) == "libsvm"
 
 
-def test_rows_off_the_devices_give_the_same_result():
+def test_rows_off_the_devices_give_the_same_result(tmp_path):
     plain = ctr.main(small(batch_size=128))
-    storage = {"device_rows": 1000, "lookahead": 3}
+    storage = {"device_rows": 1000, "lookahead": 3, "host_bytes": "90KB"}
+    storage["disk"] = str(tmp_path)
     tiered = ctr.main(small(batch_size=128, storage=storage))
     assert tiered["planner/written_back_rows"] > 0
+    assert tiered["planner/disk_hits"] > 0
+    assert not list(tmp_path.glob("*rows"))
     for name in ("eval/auc", "eval/logloss", "unique_keys", "eval/unseen"):
         assert tiered[name] == plain[name]
+
+
+@pytest.mark.parametrize("option", ["host_bytes", "disk"])
+def test_a_storage_needs_device_rows(option):
+    with pytest.raises(ValueError, match=f"`{option}` is for rows that are not on the"):
+        ctr.from_anything({"storage": {option: "8GB"}})

@@ -362,6 +362,14 @@ class EmbeddingCollection:
             )
         return tuple(slabs)
 
+    def close(self) -> None:
+        """Removes the files of the disk tier, and with them the rows in them.
+
+        Call it when the rows are no longer wanted: another collection of this process can
+        then use the folder. Without a disk it does nothing.
+        """
+        self.planner.close()
+
     def keys(self, table: str) -> np.ndarray:
         """The keys that have a row in a table, uint64 [n], in no particular order.
 
@@ -372,7 +380,8 @@ class EmbeddingCollection:
         owners = self._owners(g, entry.table.owner, salted)
         slots, elsewhere, _ = self.planner.find(g, entry, salted, owners)
         slots[elsewhere] = 0
-        return salted[slots >= 0] - entry.table.salt
+        keys = [salted[slots >= 0], self.planner.keys_on_disk(g, entry)]
+        return np.concatenate(keys) - entry.table.salt
 
     def read_rows(
         self, state: EmbeddingState, table: str, keys: np.ndarray

@@ -4,7 +4,8 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -46,6 +47,8 @@ class DiskFolder:
                 f"the folder {str(path)!r} of the disk tier is in use by process {owner}."
                 " Give each process a folder of its own"
             ) from error
+        # also when nobody closes it: the folder must not stay locked for this process
+        self._end = weakref.finalize(self, os.close, self._lock)
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
         left = list(self.path.glob(_PATTERN))
@@ -58,9 +61,7 @@ class DiskFolder:
 
     def close(self) -> None:
         """Lets others use the folder."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._end()
 
 
 class DiskRows:
@@ -168,6 +169,17 @@ class DiskRows:
     def read(self, keys: np.ndarray, tables: np.ndarray) -> Found:
         """Reads rows, as `take`, and leaves them where they are."""
         return self._find(keys, tables, bury=False)
+
+    def keys(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """All keys and their tables, uint64 and int32 [n], a part at a time."""
+        with self._lock:
+            for segment in self.segments:
+                chunk = max((4 << 20) // self._record_bytes, 1)
+                for start in range(0, segment.count, chunk):
+                    stop = min(start + chunk, segment.count)
+                    _, records = segment.live_records(start, stop)
+                    keys = np.ascontiguousarray(records[:, :2]).view(np.uint64)[:, 0]
+                    yield keys, records[:, 2]
 
     def _find(self, keys, tables, bury: bool) -> Found:
         hashes = np.empty(len(keys), np.uint64)
@@ -290,7 +302,7 @@ class DiskRows:
             self._compacting = None
 
     def close(self) -> None:
-        """Ends the threads and removes the files."""
+        """Ends the threads and removes the files; twice does no harm."""
         self._compactor.shutdown(wait=True)
         self._readers.shutdown(wait=True)
         for segment in self.segments:

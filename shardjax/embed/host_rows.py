@@ -17,14 +17,15 @@ from shardjax.embed.index import prefetch
 HEADER = np.dtype(
     [
         ("key", np.uint64),  # salted
-        ("table", np.int32),  # its number
+        ("table", np.int32),  # its number; FREE for none
         ("last_step", np.int32),  # that used the row
         ("steps_used", np.uint32),  # how many did
         ("flight", np.int32),  # write-back that is to bring the record; 0: it is there
         ("place", np.int32),  # row of that write-back
-        ("unused", np.int32),
+        ("uses", np.int32),  # see `sweep_cold`
     ]
 )
+FREE = -1
 
 
 _BLOCK = 16
@@ -69,6 +70,7 @@ def store_headers(
         h.steps_used = slot.steps_used
         h.flight = flight
         h.place = places[i]
+        h.uses = 0 if slot.steps_used < 2 else 1
 
 
 @numba.njit(nogil=True, cache=True)
@@ -126,6 +128,40 @@ def land_records(data, rows, headers, records):
 
 
 @numba.njit(nogil=True, cache=True)
+def sweep_cold(headers, hand, used, wanted, out):
+    """Picks rows that go to disk, int32 [wanted]: those that have come and not been met
+    by the hand of a clock before, if they were used once; the second time, if more.
+
+    Returns:
+      Where the hand stops, and how many there are: fewer if the others are not there.
+    """
+    picked = 0
+    for _ in range(3 * used):
+        if picked == wanted:
+            break
+        h = headers[hand]
+        if h.table != FREE and h.flight == 0:
+            if h.uses > 0:
+                h.uses = 0
+            else:
+                out[picked] = hand
+                h.flight = -1  # picked
+                picked += 1
+        hand = hand + 1 if hand + 1 < used else 0
+    for i in range(picked):
+        headers[out[i]].flight = 0
+    return hand, picked
+
+
+@numba.njit(nogil=True, cache=True)
+def _release(rows, headers, free, free_count):
+    for i in range(rows.shape[0]):
+        headers[rows[i]].table = FREE
+        headers[rows[i]].flight = 0
+        free[free_count + i] = rows[i]
+
+
+@numba.njit(nogil=True, cache=True)
 def _take(n, free, free_count, used, out):
     for i in range(n):
         if free_count > 0:
@@ -158,6 +194,7 @@ class HostRows:
         self._free = reserve((room,), np.int32)
         self._free_count = 0
         self._used = 0
+        self._hand = 0
 
     def __len__(self) -> int:
         return self._used - self._free_count
@@ -186,5 +223,15 @@ class HostRows:
 
     def release(self, rows: np.ndarray) -> None:
         """Gives rows, int32 [n], back."""
-        self._free[self._free_count : self._free_count + len(rows)] = rows
+        _release(rows, self.headers, self._free, self._free_count)
         self._free_count += len(rows)
+
+    def room(self, most_bytes: int) -> int:
+        """How many more rows fit if the arena may take `most_bytes`."""
+        return most_bytes // self.row_bytes - len(self)
+
+    def coldest(self, wanted: int) -> np.ndarray:
+        """Rows to go to disk, int32 [n], fewer than `wanted` if too many are in flight."""
+        out = np.empty(wanted, np.int32)
+        self._hand, n = sweep_cold(self.headers, self._hand, self._used, wanted, out)
+        return out[:n]

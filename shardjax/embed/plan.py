@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardjax.embed import translate as kernels
+from shardjax.embed.disk_rows import DiskFolder
 from shardjax.embed.draft import Draft, TableDraft, TableState
 from shardjax.embed.groups import Group
 from shardjax.embed.index import mix64
@@ -48,7 +49,7 @@ COUNTERS = (
     "truncated", "unused_ids",
 )  # fmt: skip
 TIER_COUNTERS = (
-    "device_hits", "host_hits", "fetched_rows", "written_back_rows", "moved_bytes",
+    "device_hits", "host_hits", "disk_hits", "fetched_rows", "written_back_rows", "moved_bytes",
     "windows", "shortened_windows",
 )  # fmt: skip
 
@@ -117,6 +118,9 @@ class Planner:
             [TableState(n, t, devices) for n, t in enumerate(group.tables)]
             for group in groups
         ]
+        self._folder = None
+        if storage is not None and storage.disk is not None:
+            self._folder = DiskFolder(storage.disk)
         self.tiers = [
             Tier(
                 g,
@@ -125,6 +129,7 @@ class Planner:
                 1 if group.replicated else devices,
                 None if group.replicated else storage,
                 mixed,
+                self._folder,
             )
             for g, (group, states) in enumerate(zip(groups, self.tables, strict=True))
         ]
@@ -207,6 +212,7 @@ class Planner:
         while waiting:
             error = None
             with self._planning:
+                self._raise_failure()
                 first_step = self._planned + 1
                 drafts: list[Draft] = []
                 for tier in self.tiers:
@@ -232,6 +238,13 @@ class Planner:
             if error is not None:
                 raise error
 
+    def _raise_failure(self) -> None:
+        """Raises why rows that should have gone to disk are still in RAM, once."""
+        for tier in self.tiers:
+            failure, tier.failure = tier.failure, None
+            if failure is not None:
+                raise failure
+
     def _draft(self, features, batch: int, *, train: bool) -> Draft:
         """Looks up a batch's keys; raises before any change that lasts."""
         examples = self._rungs.get((train, "examples"), 1)
@@ -248,12 +261,18 @@ class Planner:
         )
         states = [s for states in self.tables for s in states]
         run = self._pool.map if self._pool else map
-        results = list(run(lambda s: s.look_up(inputs, train), states))
+        # evaluation numbers keys that may be on disk, and forgets them again
+        insert = [
+            train or (tier.disk is not None)
+            for tier, states in zip(self.tiers, self.tables, strict=True)
+            for _ in states
+        ]
+        results = list(run(lambda s, i: s.look_up(inputs, i), states, insert))
         problems = [p for _, more in results for p in more]
         raws = {name: raw for found, _ in results for name, raw in found.items()}
         tables = [[s.draft() for s in states] for states in self.tables]
         draft = Draft(examples, inputs, raws, tables, counters)
-        full = self._beyond(draft, problems)
+        full = self._beyond(draft, problems) if train else []
         if problems:
             self._forget(draft)
             raise PlanError(
@@ -302,7 +321,15 @@ class Planner:
             self.groups, self.tiers, self.tables, draft.tables, strict=True
         ):
             residents = tier.residents
-            if residents.surely_fit(sum(t.unique for t in tables)):
+            unique = sum(t.unique for t in tables)
+            most_bytes = self._room(tier)
+            if tier.full(residents.coming.count + unique, most_bytes):
+                return PlanError(
+                    f"the RAM tier is full: `host_bytes` of the storage, {most_bytes} of"
+                    f" them for rows, does not hold {len(tier.host)} rows and those of"
+                    " another batch. Give more, or a folder as `disk`"
+                )
+            if residents.surely_fit(unique):
                 continue
             needed = np.zeros(tier.owners, np.int64)
             for state, table in zip(states, tables, strict=True):
@@ -349,23 +376,50 @@ class Planner:
     def _close(self, drafts: list[Draft], first_step: int, shortened: int):
         """Ends the window: rows get their slots, and batches their plans."""
         closed = [
-            tier.close(first_step, [draft.ends[g] for draft in drafts])
+            tier.close(first_step, [draft.ends[g] for draft in drafts], self._room(tier))
             for g, tier in enumerate(self.tiers)
         ]
+        self._count_disk_hits(drafts, [c[3] for c in closed])
         plans = []
         for n, draft in enumerate(drafts):
-            moves = tuple(m[n] for _, m, _ in closed if m[n] is not None)
+            moves = tuple(c[1][n] for c in closed if c[1][n] is not None)
             if n == 0 and self.storage is not None:
                 self._count_moves(draft.counters, moves, shortened)
-            for tables, (slots, _, _) in zip(draft.tables, closed, strict=True):
+            for tables, (slots, *_) in zip(draft.tables, closed, strict=True):
                 for table in tables:
                     resolve(table.where, table.unique, slots, table.slots)
             self._planned += 1
-            used = tuple(u[n] for _, _, u in closed)
+            used = tuple(c[2][n] for c in closed)
             plans.append(self._arrange(draft, True, moves, used))
         with self._state:
             self._pending.extend(plans)
         return plans
+
+    def _room(self, tier: Tier) -> int | None:
+        """RAM that a tier's rows may take, in bytes: what the others leave it."""
+        if self.storage is None or self.storage.host_bytes is None or tier.host is None:
+            return None
+        found_by = sum(t.found_by for t in self.tiers if t.host is not None)
+        others = sum(
+            t.host.bytes for t in self.tiers if t.host is not None and t is not tier
+        )
+        return max(int(self.storage.host_bytes) - found_by - others, 0)
+
+    def _count_disk_hits(self, drafts: list[Draft], from_disk: list[np.ndarray]):
+        """Rows that were taken for new and are on disk are not new."""
+        for g, hits in enumerate(from_disk):
+            if not hits.any():
+                continue
+            start = 0
+            for draft in drafts:
+                count = int(hits[start : draft.ends[g]].sum())
+                draft.counters["inserted"] -= count
+                draft.counters["disk_hits"] += count
+                start = draft.ends[g]
+            tables = self.tiers[g].residents.coming.tables[hits]
+            counts = np.bincount(tables, minlength=len(self.tables[g]))
+            for state, count in zip(self.tables[g], counts, strict=True):
+                state.rows -= int(count)
 
     def _count_moves(self, counters, moves, shortened: int) -> None:
         """Adds what moves at a window's start to its first batch's counters."""
@@ -437,6 +491,7 @@ class Planner:
                 if hidden.any():
                     draft.counters["unseen"] += draft.hide(table, hidden)
                 overlays[g].append(part)
+                state.forget_new(table.entries)
             if self.tiers[g].host is None:
                 overlays[g] = ()
         used = tuple(n.copy() for n in self.applied)
@@ -458,6 +513,23 @@ class Planner:
             return self.tiers[g].locate(
                 state.number, salted, where, owners, self.applied[g], waiting
             )
+
+    def close(self) -> None:
+        """Removes the files of the disk tier and gives its folder back."""
+        for tier in self.tiers:
+            if tier.disk is not None:
+                tier.disk.close()
+        if self._folder is not None:
+            self._folder.close()
+
+    def keys_on_disk(self, g: int, state: TableState) -> np.ndarray:
+        """Salted keys of a table that are on disk, uint64 [n]."""
+        disk = self.tiers[g].disk
+        if disk is None:
+            return np.zeros(0, np.uint64)
+        with self._planning:
+            parts = [keys[tables == state.number] for keys, tables in disk.keys()]
+        return np.concatenate([np.zeros(0, np.uint64), *parts])
 
     @property
     def started(self) -> bool:

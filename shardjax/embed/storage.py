@@ -1,5 +1,6 @@
-"""Where rows may lie: on the devices, in RAM, and how much of each."""
+"""Where rows may lie: on the devices, in RAM, on disk, and how much of each."""
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -41,7 +42,7 @@ def parse_bytes(name: str, value: int | str) -> int:
 
 @dataclass(frozen=True)
 class Storage:
-    """How many rows the devices hold; the others lie in RAM.
+    """How many rows the devices hold, and where the others lie: in RAM, then on disk.
 
     A row moves whole, with its optimizer state, and moving changes no bit of it. Tables
     of placement `data_parallel` always lie on the devices.
@@ -50,6 +51,10 @@ class Storage:
       device_rows: rows on all devices together, per slab (tables of one dim, dtype and
         optimizer share a slab). A batch, or a window of several, needs all its rows on
         the devices while it is trained on.
+      host_bytes: RAM for the other rows and for what is needed to find rows, such as
+        "8GB"; None for as much as they take. Rows beyond go to `disk`.
+      disk: a folder for the rows that RAM does not hold. One process uses it at a time,
+        and what is in it is good while the process lives.
       keep: which rows stay on the devices when others must come: those used most often
         lately, "lfu", or those used last, "lru".
 
@@ -59,9 +64,19 @@ class Storage:
     """
 
     device_rows: int
+    host_bytes: int | str | None = None
+    disk: str | os.PathLike | None = None
     keep: Keep = "lfu"
 
     def __post_init__(self):
+        if self.host_bytes is not None:
+            size = parse_bytes("host_bytes", self.host_bytes)
+            object.__setattr__(self, "host_bytes", size)
+        if self.disk is not None and self.host_bytes is None:
+            raise ValueError(
+                f"`disk` is for the rows that RAM does not hold, got {str(self.disk)!r} and"
+                " no `host_bytes`. Say how much RAM, such as host_bytes='8GB'"
+            )
         rows = self.device_rows
         if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
             raise TypeError(f"`device_rows` must be an integer, got {rows!r}")

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numba
 import numpy as np
 
+from shardjax.embed.disk_rows import DiskFolder, DiskRows
 from shardjax.embed.groups import Group
 from shardjax.embed.host_rows import (
     HostRows,
@@ -12,7 +13,7 @@ from shardjax.embed.host_rows import (
     store_headers,
     take_records,
 )
-from shardjax.embed.index import HOST, NEW, Index, mix64, relocate
+from shardjax.embed.index import HOST, NEW, PENDING, Index, mix64, relocate
 from shardjax.embed.moves import (
     Fill,
     Move,
@@ -23,6 +24,7 @@ from shardjax.embed.moves import (
     row_words,
 )
 from shardjax.embed.residents import Residents
+from shardjax.embed.segments import Found
 from shardjax.embed.storage import Storage
 
 
@@ -61,11 +63,14 @@ def by_table(tables: np.ndarray, count: int) -> Iterator[tuple[int, np.ndarray]]
 
 
 class Tier:
-    """The rows of one group: on the devices, on their way, and in RAM.
+    """The rows of one group: on the devices, on their way, in RAM and on disk.
 
     Attributes:
       residents: what is on the devices, as planned.
       host: what is in RAM; None if all rows are on the devices.
+      disk: what is on disk, if anything may be.
+      demoted: rows that have gone to disk so far.
+      failure: why rows that should be on disk are in RAM.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class Tier:
         owners: int,
         storage: Storage | None,
         seed: np.uint64,
+        folder: DiskFolder | None = None,
     ):
         self.number = number
         self.group = group
@@ -84,6 +90,11 @@ class Tier:
         self.seed = seed
         self.residents = Residents(owners, storage)
         self.host = None if storage is None else HostRows(record_words(group))
+        self.disk: DiskRows | None = None
+        if folder is not None and self.host is not None:
+            self.disk = DiskRows(folder, group.name, self.host.words)
+        self.demoted = 0
+        self.failure: OSError | None = None
         self._flying: dict[int, WriteBack] = {}
         self._flights = 0
 
@@ -96,30 +107,48 @@ class Tier:
                     land_records(part, rows, self.host.headers, self.host.records)
                 del self._flying[number]
 
+    @property
+    def found_by(self) -> int:
+        """Bytes of RAM that it takes to find rows."""
+        disk = 0 if self.disk is None else self.disk.ram_bytes
+        return sum(x.table.nbytes for x in self.indexes) + disk
+
     def close(
-        self, first_step: int, ends: Sequence[int]
-    ) -> tuple[np.ndarray, list[Move | None], list[np.ndarray]]:
+        self, first_step: int, ends: Sequence[int], most_bytes: int | None
+    ) -> tuple[np.ndarray, list[Move | None], list[np.ndarray], np.ndarray]:
         """Ends a window: settles who leaves and where those that come go.
 
         Args:
           first_step: of the window.
           ends: for each of its batches, how many rows were to come after it.
+          most_bytes: RAM that rows may take; None for any.
 
         Returns:
           The slot of each row that comes, int32; what has to be done before each batch's
-          step, if anything; and the slots given out by then, int32 [owners] each. Rows
-          that have been before come and go before the first step, a new row comes before
-          the first step that uses it.
+          step, if anything; the slots given out by then, int32 [owners] each; and which
+          rows come from disk, bool. Rows that have been before come and go before the
+          first step, a new row comes before the first step that uses it.
         """
         residents, coming = self.residents, self.residents.coming
         if not coming.count:
             used = residents.next_slot.copy()
-            return np.zeros(0, np.int32), [None] * len(ends), [used] * len(ends)
+            nothing = np.zeros(0, np.int32)
+            moves = [None] * len(ends)
+            return nothing, moves, [used] * len(ends), nothing.astype(bool)
         self.land()
         new = coming.sources == int(NEW)
+        from_disk = np.zeros(coming.count, bool)
+        found = None
+        if self.disk is not None and len(self.disk):
+            asked = np.flatnonzero(new)
+            found = self.disk.take(coming.keys[asked], coming.tables[asked])
+            from_disk[asked] = found.mask
+            new &= ~from_disk
         left, last_steps = residents.leave(first_step)
+        stored, places, before = self._fetch(new, from_disk, found)
+        if most_bytes is not None:
+            self._make_room(sum(map(len, left)), most_bytes)
         write_back = self._write_back(left, last_steps)
-        stored, places, before = self._fetch(new)
         slots, used = residents.seat(left, before, ends)
         if stored is not None:
             place_slots(slots, coming.owners, places, stored.slots)
@@ -148,7 +177,39 @@ class Tier:
             something = move.write_back or move.stored or fills
             moves.append(move if something else None)
             start = end
-        return slots, moves, used
+        return slots, moves, used, from_disk
+
+    def _make_room(self, rows: int, most_bytes: int) -> None:
+        """Moves cold rows to disk, so that `rows` more fit into RAM."""
+        assert self.host is not None
+        lacking = rows - self.host.room(most_bytes)
+        if lacking <= 0 or self.disk is None:
+            return
+        # more than it takes now, so that files are large
+        chosen = self.host.coldest(min(lacking + len(self.host) // 16, len(self.host)))
+        headers = self.host.headers[chosen]
+        keys, tables = headers["key"].copy(), headers["table"].copy()
+        try:
+            self.disk.add(
+                keys,
+                tables,
+                headers["last_step"].copy(),
+                headers["steps_used"].copy(),
+                self.host.records[chosen],
+            )
+        except OSError as error:
+            self.failure = error
+            return
+        for t, at in by_table(tables, len(self.indexes)):
+            self.indexes[t].remove(keys[at])
+        self.host.release(chosen)
+        self.demoted += len(chosen)
+
+    def full(self, rows: int, most_bytes: int | None) -> bool:
+        """Whether RAM does not hold `rows` more and there is no disk for others."""
+        if self.host is None or self.disk is not None or most_bytes is None:
+            return False
+        return rows > self.host.room(most_bytes)
 
     def _write_back(self, left, last_steps) -> WriteBack | None:
         """Finds rows of the RAM tier for the rows that leave the devices."""
@@ -179,8 +240,10 @@ class Tier:
         self._flying[self._flights] = write_back
         return write_back
 
-    def _fetch(self, new) -> tuple[Stored | None, np.ndarray, np.ndarray]:
-        """Takes the rows that come back out of the RAM tier.
+    def _fetch(
+        self, new, from_disk, found: Found | None
+    ) -> tuple[Stored | None, np.ndarray, np.ndarray]:
+        """Takes the rows that come back out of the RAM tier, and those found on disk.
 
         Returns:
           Them, without their slots; the place of each row that comes in them, int32, -1
@@ -194,22 +257,27 @@ class Tier:
             return None, places, before
         assert self.host is not None
         host = self.host
-        owners = coming.owners[back]
         counts = np.zeros(self.owners, np.int32)
-        number_by_owner(owners, counts, places, back)
+        number_by_owner(coming.owners[back], counts, places, back)
         stored_slots = padded([np.zeros(n, np.int32) for n in counts])
         n = stored_slots.shape[1]
         records = np.empty((self.owners, n, host.words), np.int32)
+        stored = Stored(stored_slots, records)
+        flat = records.reshape(-1, host.words)
+        if found is not None:
+            disk = np.flatnonzero(from_disk)
+            flat[coming.owners[disk] * np.int64(n) + places[disk]] = found.rows[found.mask]
+            before[disk] = found.steps_used[found.mask]
+            back = back[~from_disk[back]]
+        owners = coming.owners[back]
         rows = (coming.sources[back] - int(HOST)).astype(np.int32)
         flights = np.empty(len(rows), np.int32)
         steps_used = np.empty(len(rows), np.uint32)
         late = take_records(
-            host.headers, host.header_words, host.records, rows,
-            records.reshape(-1, host.words), owners * np.int64(n) + places[back],
-            steps_used, flights,
+            host.headers, host.header_words, host.records, rows, flat,
+            owners * np.int64(n) + places[back], steps_used, flights,
         )  # fmt: skip
         before[back] = steps_used
-        stored = Stored(stored_slots, records)
         for number, write_back in self._flying.items() if late else ():
             own = np.flatnonzero(flights == number)
             if len(own):
@@ -270,7 +338,8 @@ class Tier:
             slots[resident & (slots >= applied[owners])] = -1
             return slots, np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
         self.land()
-        rows = np.where(where >= int(HOST), where - int(HOST), -1)
+        in_ram = (where >= int(HOST)) & (where < int(PENDING))
+        rows = np.where(in_ram, where - int(HOST), -1)
         source: list[Stored | None] = [None]
         held = np.zeros(len(keys), np.int64)  # number of the `Stored` that has it
         places = np.zeros(len(keys), np.int64)
@@ -286,8 +355,16 @@ class Tier:
                 at, found = _find(table, keys, back.tables, back.keys)
                 slots[at] = back.slots[back.owners[found], back.places[found]]
                 rows[at], held[at] = -1, 0
-        elsewhere = np.flatnonzero((rows >= 0) | (held > 0))
+        on_disk = None
+        unknown = np.flatnonzero((slots < 0) & (rows < 0) & (held == 0))
+        if self.disk is not None and len(unknown):
+            tables = np.full(len(unknown), table, np.int32)
+            on_disk = self.disk.read(keys[unknown], tables)
+            held[unknown[on_disk.mask]] = -1
+        elsewhere = np.flatnonzero((rows >= 0) | (held != 0))
         records = np.empty((len(elsewhere), self.host.words), np.int32)
+        if on_disk is not None:
+            records[held[elsewhere] == -1] = on_disk.rows[on_disk.mask]
         for i, stored in enumerate(source):
             if stored is not None:
                 at = np.flatnonzero(held[elsewhere] == i)

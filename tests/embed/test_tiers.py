@@ -133,17 +133,49 @@ def test_moving_rows_changes_no_bit(mesh, optimizer):
 STORAGE = Storage(device_rows=320)
 
 
-def warm(mesh, window=3, n=12, **more):
+@pytest.fixture(params=["RAM", "disk"])
+def storage(request, tmp_path):
+    """With and without a disk tier that holds most rows."""
+    if request.param == "RAM":
+        return STORAGE
+    return Storage(device_rows=320, host_bytes="45KB", disk=tmp_path)
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("mesh", ["1x1", "8x1", "4x2"])
+def test_rows_on_disk_change_no_bit(mesh, optimizer, tmp_path):
+    made = batches(60, keys=1500)
+    plain = Run(mesh, optimizer)
+    plain.train(made)
+    for window in (1, 2, 7, 50):
+        storage = Storage(
+            device_rows=320, host_bytes="50KB", disk=tmp_path / str(window)
+        )
+        tiered = Run(mesh, optimizer, storage, window)
+        tiered.train(made)
+        assert_same(plain, tiered, keys=1500)
+        assert tiered.counters["disk_hits"] > 0
+        assert tiered.counters["host_hits"] > 0
+        assert tiered.counters["inserted"] == plain.counters["inserted"]
+        assert len(tiered.collection.planner.tiers[0].disk) > 0
+        for table in ("user", "item"):
+            keys = tiered.collection.keys(table)
+            assert len(np.unique(keys)) == len(keys)
+            expected = np.sort(plain.collection.keys(table))
+            np.testing.assert_array_equal(np.sort(keys), expected)
+
+
+def warm(mesh, storage=STORAGE, window=3, n=12, **more):
     """A plain and a tiered run after the same batches."""
-    runs = Run(mesh, "adam", **more), Run(mesh, "adam", STORAGE, window, **more)
+    runs = Run(mesh, "adam", **more), Run(mesh, "adam", storage, window, **more)
     for run in runs:
         run.train(batches(n))
     return runs
 
 
 @pytest.mark.parametrize("mesh", ["1x1", "4x2"])
-def test_evaluation_reads_rows_wherever_they_are(mesh):
-    plain, tiered = warm(mesh)
+def test_evaluation_reads_rows_wherever_they_are(mesh, storage):
+    plain, tiered = warm(mesh, storage)
     held_out = batches(3, keys=KEYS + 50, seed=9)
     for batch in held_out:
         expected, unseen = plain.predict(batch)
@@ -158,11 +190,11 @@ def test_evaluation_reads_rows_wherever_they_are(mesh):
 
 
 @pytest.mark.parametrize("mesh", ["1x1", "8x1"])
-def test_evaluation_sees_what_has_been_trained_not_what_is_planned(mesh):
+def test_evaluation_sees_what_has_been_trained_not_what_is_planned(mesh, storage):
     """The loader is several windows ahead when an evaluation comes between."""
     made, held_out = batches(20), batches(2, keys=KEYS + 50, seed=9)
     plain = Run(mesh, "adam")
-    tiered = Run(mesh, "adam", STORAGE, 2)
+    tiered = Run(mesh, "adam", storage, 2)
     prepared = []
     for start in range(0, 20, 2):
         prepared += train.prepare_window(tiered.collection, made[start : start + 2])
@@ -195,8 +227,8 @@ def test_an_evaluation_batch_is_refused_once_rows_have_moved():
 
 
 @pytest.mark.parametrize("mesh", ["1x1", "2x4"])
-def test_batches_that_nobody_steps_on_lose_no_row(mesh):
-    plain, tiered = warm(mesh)
+def test_batches_that_nobody_steps_on_lose_no_row(mesh, storage):
+    plain, tiered = warm(mesh, storage)
     for run in (plain, tiered):
         for seed in (11, 12):  # planned, then abandoned
             list(train.prepare_window(run.collection, batches(4, seed=seed)))
@@ -308,3 +340,59 @@ def test_a_batch_of_exactly_all_slots_fits():
 def test_bad_storages_are_refused(values, error, message):
     with pytest.raises(error, match=message):
         Storage(**values)
+
+
+def test_a_full_ram_tier_without_a_disk_is_an_error():
+    storage = Storage(device_rows=320, host_bytes=40_000)
+    tiered = Run("1x1", "adam", storage)
+    with pytest.raises(PlanError, match=r"the RAM tier is full: .*Give more, or a folder"):
+        tiered.train(batches(60, keys=3000))
+    rows = tiered.rows(3000)
+    taken = len(tiered.losses)
+    plain = Run("1x1", "adam")
+    plain.train(batches(60, keys=3000)[:taken])
+    for x, y in zip(plain.rows(3000), rows, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_full_disk_is_an_error_and_loses_no_row(tmp_path, monkeypatch):
+    storage = Storage(device_rows=320, host_bytes="45KB", disk=tmp_path)
+    made = batches(60, keys=1500)
+    tiered, plain = Run("1x1", "adam", storage), Run("1x1", "adam")
+    disk = tiered.collection.planner.tiers[0].disk
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk, "add", full)
+    with pytest.raises(OSError, match="No space left"):
+        tiered.train(made)
+    taken = len(tiered.losses)
+    assert 0 < taken < 60
+    monkeypatch.undo()
+    plain.train(made[:taken])
+    for run in (plain, tiered):
+        run.train(made[taken:])
+    assert_same(plain, tiered, 1500)
+    assert len(disk) > 0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"disk": "x"}, "`disk` is for the rows that RAM does not hold, got 'x'"),
+        ({"host_bytes": 0}, "`host_bytes` must be positive, got 0"),
+        ({"host_bytes": "8 apples"}, "`host_bytes` must be a number and a unit"),
+        ({"host_bytes": -5}, "`host_bytes` must be positive, got -5"),
+    ],
+)
+def test_bad_budgets_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        Storage(device_rows=9, **values)
+
+
+def test_bytes_are_a_number_or_a_text():
+    for text, size in (("8GB", 8 * 10**9), ("1.5 kib", 1536), ("77", 77), (5, 5)):
+        assert Storage(device_rows=1, host_bytes=text).host_bytes == size
+    with pytest.raises(TypeError, match="number of bytes or a text such as '8GB'"):
+        Storage(device_rows=1, host_bytes=1.5)
