@@ -93,7 +93,8 @@ class Rocks:
 
     def read(self, keys):
         names = [k.to_bytes(8, "big") for k in keys.tolist()]
-        return np.frombuffer(b"".join(self.db[names]), np.int32).reshape(-1, WORDS)
+        found: list = self.db[names]  # pyright: ignore[reportAssignmentType]
+        return np.frombuffer(b"".join(found), np.int32).reshape(-1, WORDS)
 
 
 class Lmdb:
@@ -114,7 +115,7 @@ class Lmdb:
     def read(self, keys):
         with self.env.begin(buffers=False) as txn:
             found = [txn.get(k.to_bytes(8, "big")) for k in keys.tolist()]
-        return np.frombuffer(b"".join(found), np.int32).reshape(-1, WORDS)
+        return np.frombuffer(b"".join(filter(None, found)), np.int32).reshape(-1, WORDS)
 
 
 def main():

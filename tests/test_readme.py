@@ -7,7 +7,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_example_runs(capsys):
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    code = "\n".join(blocks)
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
     assert re.search(r"\d+ \{'auc': ", capsys.readouterr().out)
 

@@ -115,7 +115,7 @@ def run_steps(
 def read(collection, state) -> dict:
     """Everything a run has learnt, on the host."""
     tables = {
-        name: collection.read_rows(state.tables, name, KEYS)
+        name: collection.lookup_rows(state.tables, name, KEYS)
         for name in ("item", "user")
     }
     return jax.tree.map(np.asarray, {"params": state.params, "tables": tables})
@@ -209,7 +209,7 @@ def test_microbatches_change_nothing(mesh_shape, microbatch_size):
     np.testing.assert_allclose(losses, expected, **CLOSE)
     assert_close(state.params, reference.params)
     for name, table in reference.tables.items():
-        got = collection.read_rows(state.tables, name, KEYS)
+        got = collection.lookup_rows(state.tables, name, KEYS)
         wanted = np.asarray(table)[got["found"]]
         np.testing.assert_allclose(got["rows"][got["found"]], wanted, **CLOSE)
     values = compute_metrics(state.metrics)
@@ -398,7 +398,7 @@ def test_rows_of_abandoned_batches_have_their_first_values():
     batch = prepare(collection, make_batch(1, 16, keys=KEYS[20:]), train=True)
     state, _ = step(state, batch)
     keys = np.unique(abandoned.fixed[0])
-    found = collection.read_rows(state.tables, "item", keys)
+    found = collection.lookup_rows(state.tables, "item", keys)
     assert found["found"].all()
     rows = first_rows(FEATURES, {"item": keys, "user": keys})["item"]
     np.testing.assert_array_equal(found["rows"], rows)
@@ -531,7 +531,7 @@ def test_models_train_as_in_plain_jax(kind, mesh_shape):
     close = {"rtol": 1e-4, "atol": 1e-5}
     assert_close(jax.tree.leaves(state.params), jax.tree.leaves(params), **close)
     for name in keys:
-        rows = collection.read_rows(state.tables, name, KEYS)
+        rows = collection.lookup_rows(state.tables, name, KEYS)
         wanted = np.asarray(reference.tables[name])[rows["found"]]
         np.testing.assert_allclose(rows["rows"][rows["found"]], wanted, **close)
     floats = [
@@ -548,7 +548,7 @@ def test_models_train_as_in_plain_jax(kind, mesh_shape):
     first, second = (step(state, {}, prepared)[1] for _ in range(2))
     np.testing.assert_array_equal(first, second)
     for name in keys:  # unseen keys read zeros
-        seen = collection.read_rows(state.tables, name, KEYS)["found"]
+        seen = collection.lookup_rows(state.tables, name, KEYS)["found"]
         reference.tables[name] = jnp.where(seen[:, None], reference.tables[name], 0)
     embeddings = reference.embeddings(reference.tables, batch)
     logits, _ = network.apply(
@@ -583,7 +583,7 @@ def test_predictions_are_those_of_the_reference(mesh):
     for batch in batches:
         reference.step(batch)
     for name in keys:  # unseen keys read zeros
-        seen = collection.read_rows(state.tables, name, KEYS)["found"]
+        seen = collection.lookup_rows(state.tables, name, KEYS)["found"]
         reference.tables[name] = jnp.where(seen[:, None], reference.tables[name], 0)
     step = make_eval_step(network, collection)
     metrics = {"examples": Sum("weights"), "log_loss": LogLoss(), "gauc": GAUC(8)}

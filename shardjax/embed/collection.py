@@ -362,6 +362,109 @@ class EmbeddingCollection:
             )
         return tuple(slabs)
 
+    def load_rows(
+        self, state: EmbeddingState, table: str, keys: np.ndarray, values: np.ndarray
+    ) -> EmbeddingState:
+        """Writes rows, such as vectors trained elsewhere; between training steps.
+
+        Keys without a row get one. The optimizer state of a row that is new is as at the
+        start, that of one that is there stays.
+
+        Args:
+          state: donated.
+          table: its name.
+          keys: integers [n], each once.
+          values: [n, dim], cast to the table's dtype.
+
+        Returns:
+          The state with the rows.
+
+        Raises:
+          KeyError: for an unknown table.
+          PlanError: for keys outside a fixed vocabulary, or more than the table holds;
+            the rows before are in the state that was given.
+          TypeError, ValueError: for keys that are not integers or not unique, or another
+            shape of values.
+
+        Example:
+          >>> import shardjax as sj
+          >>> item = sj.embed.TableSpec("item", dim=2)
+          >>> collection = sj.embed.EmbeddingCollection(
+          ...     {"item_id": sj.embed.FeatureSpec(item)}, mesh=sj.make_mesh("1x1")
+          ... )
+          >>> values = np.array([[1.0, 2.0], [3.0, 4.0]])
+          >>> state = collection.load_rows(collection.init(), "item", [7, 9], values)
+          >>> collection.lookup_rows(state, "item", np.array([9]))["rows"].tolist()
+          [[3.0, 4.0]]
+        """
+        g, entry = self._table(table)
+        group = self.groups[g]
+        keys = as_keys(np.asarray(keys), table)
+        values = np.asarray(values)
+        if keys.ndim != 1 or values.shape != (len(keys), group.dim):
+            raise ValueError(
+                f"rows of table {table!r} need one vector of {group.dim} numbers per key,"
+                f" got keys of shape {keys.shape} and values of shape {values.shape}"
+            )
+        if len(np.unique(keys)) != len(keys):
+            raise ValueError(
+                f"keys of rows to load into table {table!r} must be unique"
+            )
+        # few enough to lie on one device
+        chunk = min(self.planner.tiers[g].residents.capacity or 65536, 65536)
+        for start in range(0, len(keys), chunk):
+            part = keys[start : start + chunk]
+            nothing = Jagged(np.zeros(0, np.uint64), np.zeros(len(part), np.int32))
+            batch: dict[str, Any] = dict.fromkeys(self.features, nothing)
+            reader = entry.table.features[0]
+            batch[reader] = Jagged(part, np.ones(len(part), np.int32))
+            plan = self.plan(batch, len(part), train=True)
+            self.planner.forget_sizes()
+            state = self.apply_fills(state, plan)
+            salted = part + entry.table.salt
+            owners = self._owners(g, entry.table.owner, salted)
+            slots, _, _ = self.planner.find(g, entry, salted, owners)
+            at = owners.astype(np.int64) * self.slots(state, g) + slots
+            at[slots < 0] = np.iinfo(np.int32).max
+            rows = jnp.asarray(values[start : start + chunk], group.dtype)
+            slabs = list(state)
+            sharding = jax.NamedSharding(self.mesh, self.spec(group))
+            written = _set_rows(slabs[g].rows, at.astype(np.int32), rows, sharding)
+            slabs[g] = SlabState(written, slabs[g].row_state, slabs[g].shared)
+            state = tuple(slabs)
+        return state
+
+    def export(
+        self, state: EmbeddingState, table: str, chunk: int = 65536
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """All rows of a table, a part at a time, in no particular order.
+
+        Args:
+          state: of the devices; no training while the iterator is used.
+          table: its name.
+          chunk: rows at a time.
+
+        Returns:
+          An iterator over (keys, uint64 [n]; rows, [n, dim]).
+
+        Raises:
+          KeyError: for an unknown table.
+        """
+        keys = self.keys(table)
+        for start in range(0, len(keys), chunk):
+            part = keys[start : start + chunk]
+            yield part, np.asarray(self.lookup_rows(state, table, part)["rows"])
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """How many rows are where, as planned, by slab.
+
+        Returns:
+          By the slab's name: `tables`, `rows`, `device_rows`, `host_rows`, `disk_rows`, and
+          the bytes of RAM that rows (`host_bytes`) and finding rows (`index_bytes`) take,
+          and of files (`disk_bytes`).
+        """
+        return self.planner.stats()
+
     def close(self) -> None:
         """Removes the files of the disk tier, and with them the rows in them.
 
@@ -383,7 +486,7 @@ class EmbeddingCollection:
         keys = [salted[slots >= 0], self.planner.keys_on_disk(g, entry)]
         return np.concatenate(keys) - entry.table.salt
 
-    def read_rows(
+    def lookup_rows(
         self, state: EmbeddingState, table: str, keys: np.ndarray
     ) -> dict[str, np.ndarray | list[np.ndarray]]:
         """The rows of some keys, wherever they are, copied to the host.
@@ -443,3 +546,9 @@ class EmbeddingCollection:
                     return g, state
         known = [s.table.spec.name for tables in self.planner.tables for s in tables]
         raise KeyError(f"no table is named {name!r}; the tables are {known}")
+
+
+@partial(jax.jit, static_argnames="sharding", donate_argnames="rows")
+def _set_rows(rows, at, values, sharding):
+    written = rows.at[at].set(values, mode="drop", unique_indices=False)
+    return jax.lax.with_sharding_constraint(written, sharding)

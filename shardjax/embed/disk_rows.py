@@ -1,6 +1,5 @@
 """The disk tier of one slab: segments in a folder, and their compaction."""
 
-import fcntl
 import logging
 import os
 import threading
@@ -29,6 +28,8 @@ class DiskFolder:
     """
 
     def __init__(self, path: str | os.PathLike):
+        import fcntl  # not on Windows, which has the other tiers
+
         self.path = Path(path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -81,7 +82,8 @@ class DiskRows:
       ...     disk = DiskRows(folder, "group0", words=2)
       ...     keys, tables = np.array([7, 9], np.uint64), np.zeros(2, np.int32)
       ...     steps = np.ones(2, np.int32)
-      ...     disk.add(keys, tables, steps, steps.astype("u4"), np.array([[1, 2], [3, 4]], "i4"))
+      ...     rows = np.array([[1, 2], [3, 4]], np.int32)
+      ...     disk.add(keys, tables, steps, steps.astype(np.uint32), rows)
       ...     found = disk.take(np.array([9, 8], np.uint64), tables)
       ...     left = len(disk)
       ...     disk.close()
@@ -161,7 +163,6 @@ class DiskRows:
         Raises:
           CorruptSegmentError: if a file is not what was written.
         """
-        self._raise_failure()
         found = self._find(keys, tables, bury=True)
         self._start_compaction()
         return found

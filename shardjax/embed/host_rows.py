@@ -184,7 +184,9 @@ class HostRows:
     """
 
     def __init__(self, words: int):
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = 2**34
+        if hasattr(os, "sysconf"):
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self.row_bytes = 4 * words + HEADER.itemsize + 4
         room = min(memory // self.row_bytes, 2**30 - 2**20)
         self.words = words

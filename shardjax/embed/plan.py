@@ -138,6 +138,7 @@ class Planner:
         self._planned = 0
         self._applied = 0
         self._version = 0
+        self._broken = ""
         self._pending: deque[Plan] = deque()
         self._rungs: dict[tuple, int] = {}
         self._planning = threading.Lock()  # the index, and where rows are as planned
@@ -233,13 +234,23 @@ class Planner:
                     self._commit(draft, first_step, first_step + len(drafts))
                     drafts.append(draft)
                     waiting.popleft()
-                plans = self._close(drafts, first_step, shortened) if drafts else []
+                try:
+                    plans = self._close(drafts, first_step, shortened) if drafts else []
+                except BaseException as problem:
+                    self._broken = repr(problem)
+                    raise
             yield from plans
             if error is not None:
                 raise error
 
     def _raise_failure(self) -> None:
-        """Raises why rows that should have gone to disk are still in RAM, once."""
+        """Raises why planning cannot go on; or, once, why rows that should have gone to
+        disk are still in RAM."""
+        if self._broken:
+            raise RuntimeError(
+                "this collection cannot be trained on: moving rows failed half-way, with"
+                f" {self._broken}. Start anew"
+            )
         for tier in self.tiers:
             failure, tier.failure = tier.failure, None
             if failure is not None:
@@ -326,7 +337,7 @@ class Planner:
             if tier.full(residents.coming.count + unique, most_bytes):
                 return PlanError(
                     f"the RAM tier is full: `host_bytes` of the storage, {most_bytes} of"
-                    f" them for rows, does not hold {len(tier.host)} rows and those of"
+                    f" them for rows, does not hold {len(tier.host or ())} rows and those of"
                     " another batch. Give more, or a folder as `disk`"
                 )
             if residents.surely_fit(unique):
@@ -376,7 +387,9 @@ class Planner:
     def _close(self, drafts: list[Draft], first_step: int, shortened: int):
         """Ends the window: rows get their slots, and batches their plans."""
         closed = [
-            tier.close(first_step, [draft.ends[g] for draft in drafts], self._room(tier))
+            tier.close(
+                first_step, [draft.ends[g] for draft in drafts], self._room(tier)
+            )
             for g, tier in enumerate(self.tiers)
         ]
         self._count_disk_hits(drafts, [c[3] for c in closed])
@@ -513,6 +526,28 @@ class Planner:
             return self.tiers[g].locate(
                 state.number, salted, where, owners, self.applied[g], waiting
             )
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """How many rows of each group are where; see `EmbeddingCollection.stats`."""
+        with self._planning:
+            found = {}
+            for group, tier, states in zip(
+                self.groups, self.tiers, self.tables, strict=True
+            ):
+                host, disk = tier.host, tier.disk
+                rows = sum(s.rows for s in states)
+                elsewhere = [0 if x is None else len(x) for x in (host, disk)]
+                found[group.name] = {
+                    "tables": len(states),
+                    "rows": rows,
+                    "device_rows": rows - sum(elsewhere),
+                    "host_rows": elsewhere[0],
+                    "disk_rows": elsewhere[1],
+                    "host_bytes": 0 if host is None else host.bytes,
+                    "index_bytes": tier.found_by,
+                    "disk_bytes": 0 if disk is None else disk.file_bytes,
+                }
+            return found
 
     def close(self) -> None:
         """Removes the files of the disk tier and gives its folder back."""

@@ -270,7 +270,7 @@ class Segment:
                 part = order[start : start + chunk]
                 out = np.empty((len(part), words), np.int32)
                 _write_records(part, keys, tables, last_step, steps_used, rows, out)
-                view = memoryview(out).cast("B")
+                view = out.reshape(-1).view(np.uint8).data
                 while view:
                     view = view[os.write(fd, view) :]
         except BaseException:

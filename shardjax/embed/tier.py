@@ -266,7 +266,9 @@ class Tier:
         flat = records.reshape(-1, host.words)
         if found is not None:
             disk = np.flatnonzero(from_disk)
-            flat[coming.owners[disk] * np.int64(n) + places[disk]] = found.rows[found.mask]
+            flat[coming.owners[disk] * np.int64(n) + places[disk]] = found.rows[
+                found.mask
+            ]
             before[disk] = found.steps_used[found.mask]
             back = back[~from_disk[back]]
         owners = coming.owners[back]

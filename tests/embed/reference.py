@@ -202,7 +202,7 @@ def first_rows(features, keys, seed: int = 0) -> dict[str, np.ndarray]:
         bags[name] = Jagged(keys[table], lengths)
     plan = collection.plan(bags, batch, train=True)
     state = collection.apply_fills(collection.init(), plan)
-    found = {t: collection.read_rows(state, t, k) for t, k in keys.items()}
+    found = {t: collection.lookup_rows(state, t, k) for t, k in keys.items()}
     assert all(rows["found"].all() for rows in found.values())
     return {table: np.asarray(rows["rows"]) for table, rows in found.items()}
 

@@ -68,7 +68,7 @@ def plan_and_fill(collection, values, batch, state=None):
 
 
 def read_all(collection, state, keys) -> dict[str, np.ndarray]:
-    found = {p: collection.read_rows(state, p, keys) for p in PLACEMENTS}
+    found = {p: collection.lookup_rows(state, p, keys) for p in PLACEMENTS}
     assert all(rows["found"].all() for rows in found.values())
     return {p: rows["rows"] for p, rows in found.items()}
 
@@ -127,7 +127,7 @@ def test_initializers_make_the_rows(initializer, low, high):
     collection = EmbeddingCollection({"x": FeatureSpec(spec)}, mesh=make_mesh("2x1"))
     keys = wide_keys(600)
     state = plan_and_fill(collection, {"x": keys}, 600)
-    rows = collection.read_rows(state, "item", keys)["rows"]
+    rows = collection.lookup_rows(state, "item", keys)["rows"]
     assert low <= rows.min() <= rows.max() <= high
     if low < high:
         assert rows.std() > 0.05
@@ -144,7 +144,7 @@ def test_tables_of_a_slab_keep_their_own_initializers():
     assert len(collection.groups) == 1
     keys = np.arange(40)
     state = plan_and_fill(collection, dict.fromkeys(features, keys), 40)
-    rows = {t: collection.read_rows(state, t, keys)["rows"] for t in features}
+    rows = {t: collection.lookup_rows(state, t, keys)["rows"] for t in features}
     np.testing.assert_array_equal(rows["one"], 1)
     np.testing.assert_array_equal(rows["zero"], 0)
     assert (rows["any"] != 0).all()
@@ -160,7 +160,7 @@ def test_wide_keys_have_rows_of_their_own(mesh):
     for placement, rows in read_all(collection, state, keys).items():
         assert len(np.unique(rows, axis=0)) == len(keys)
         assert set(collection.keys(placement)) == set(keys)
-        absent = collection.read_rows(state, placement, keys ^ np.uint64(2**40))
+        absent = collection.lookup_rows(state, placement, keys ^ np.uint64(2**40))
         assert not absent["found"].any()
         assert not absent["rows"].any()
 
@@ -179,7 +179,7 @@ def test_narrow_keys_are_widened(dtype):
     state = plan_and_fill(collection, {"x": keys, "y": bags}, 3)
     assert len(collection.keys("item")) == 3
     for same in (keys, keys.astype(np.int64), [int(k) for k in keys]):
-        assert collection.read_rows(state, "item", same)["found"].all()
+        assert collection.lookup_rows(state, "item", same)["found"].all()
 
 
 def test_equal_keys_of_two_tables_are_two_rows():
@@ -187,7 +187,7 @@ def test_equal_keys_of_two_tables_are_two_rows():
     features = {s.name: FeatureSpec(s) for s in spec}
     collection = EmbeddingCollection(features, mesh=make_mesh("2x1"))
     state = plan_and_fill(collection, dict.fromkeys("ab", np.arange(9)), 9)
-    rows = [collection.read_rows(state, name, np.arange(9))["rows"] for name in "ab"]
+    rows = [collection.lookup_rows(state, name, np.arange(9))["rows"] for name in "ab"]
     assert (rows[0] != rows[1]).all()
 
 
@@ -207,7 +207,7 @@ def test_reading_what_is_not_there_is_refused(table, keys, error, message):
     collection = EmbeddingCollection(one_of_each(), mesh=make_mesh("1x1"))
     state = collection.init()
     with pytest.raises(error, match=message):
-        collection.read_rows(state, table, np.array(keys))
+        collection.lookup_rows(state, table, np.array(keys))
     if error is KeyError:
         with pytest.raises(error, match=message):
             collection.keys(table)
@@ -266,7 +266,7 @@ def test_growth_keeps_rows_and_state(mesh_shape):
     for part in np.split(keys, [3, 30, 300]):
         state = plan_and_fill(collection, everywhere(part), len(part), state)
     for placement in PLACEMENTS:
-        got = collection.read_rows(state, placement, keys)
+        got = collection.lookup_rows(state, placement, keys)
         np.testing.assert_array_equal(got["rows"], expected[placement])
         np.testing.assert_array_equal(got["row_state"][0], np.full((700, 3), 0.5))
         assert len(collection.keys(placement)) == 700
@@ -317,7 +317,7 @@ def test_duplicates_are_summed_before_one_update(mesh, order):
     assert losses == [0]
     total = g.sum() / 3  # the loss is a mean
     for placement in PLACEMENTS:
-        got = collection.read_rows(state.tables, placement, np.array([3]))
+        got = collection.lookup_rows(state.tables, placement, np.array([3]))
         np.testing.assert_allclose(got["row_state"][0], [total**2], rtol=1e-6)
         np.testing.assert_allclose(got["rows"], np.full((1, 3), -0.1), rtol=1e-6)
 
@@ -348,7 +348,7 @@ def test_duplicates_in_bags_features_and_devices_are_one_update(mesh):
     network = Network(apply, {"unused": np.zeros(1)}, {})
     state, _ = train(collection, network, [batch], loss=logit_loss)
     total = dense.mean() * (3 + 1 + 4 + 3)
-    got = collection.read_rows(state.tables, "item", np.array([3]))
+    got = collection.lookup_rows(state.tables, "item", np.array([3]))
     np.testing.assert_allclose(got["row_state"][0], [total**2], rtol=1e-5)
     np.testing.assert_allclose(got["rows"], np.full((1, 2), -0.1), rtol=1e-5)
     assert [int(s) for s in state.tables[0].shared] == [1]
@@ -388,7 +388,7 @@ def assert_equals_reference(mesh, keys, draw, *, steps=3, batch=22, **close):
     close = CLOSE | close
     np.testing.assert_allclose(losses, expected, **close)
     for placement in PLACEMENTS:
-        got = collection.read_rows(state.tables, placement, keys)
+        got = collection.lookup_rows(state.tables, placement, keys)
         wanted = np.asarray(reference.tables[placement])[got["found"]]
         np.testing.assert_allclose(got["rows"][got["found"]], wanted, **close)
         assert got["found"].sum() > 3
@@ -474,7 +474,7 @@ def test_free_slots_do_not_leak(mesh_shape):
                 np.asarray,
                 [
                     state.params,
-                    *(collection.read_rows(state.tables, p, collection.keys(p))
+                    *(collection.lookup_rows(state.tables, p, collection.keys(p))
                       for p in PLACEMENTS),
                 ],
             )
@@ -528,7 +528,7 @@ def test_full_arrays_have_no_zeros_to_spare(mesh_shape):
     (group,) = plan.groups
     assert group.received(collection.devices) == len(keys)
     got = run_plan(collection, state, plan, 2)
-    rows = collection.read_rows(state, "item", keys)["rows"]
+    rows = collection.lookup_rows(state, "item", keys)["rows"]
     n = len(keys)
     np.testing.assert_array_equal(got["none"].values[0, :n], rows)
     assert not got["none"].values[0, n:].any()

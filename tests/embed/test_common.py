@@ -173,7 +173,7 @@ def test_training_equals_the_reference(mesh, placement):
         assert slab.rows.sharding.is_equivalent_to(sharding, 2)
         (table,) = group.tables
         name = table.spec.name
-        found = collection.read_rows(state.tables, name, KEYS)
+        found = collection.lookup_rows(state.tables, name, KEYS)
         named = np.isin(KEYS, collection.keys(name))
         np.testing.assert_array_equal(found["found"], named)
         assert named.sum() > 13

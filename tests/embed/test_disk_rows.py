@@ -121,7 +121,9 @@ def test_many_rows_survive_compaction(disk):
     found = disk.read(keys, tables)
     check(found, keys, tables, where, where >= 0)
     assert disk.compactions > 3
-    assert sum(f.stat().st_size for f in disk.folder.path.glob("*rows")) == disk.file_bytes
+    assert (
+        sum(f.stat().st_size for f in disk.folder.path.glob("*rows")) == disk.file_bytes
+    )
 
 
 def test_less_than_two_bytes_of_ram_per_key(disk):
@@ -284,7 +286,9 @@ for n in range(10**6):
 def test_a_folder_that_cannot_be_written_to(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(OSError, match="needs a folder that it can write to, and .*file"):
+    with pytest.raises(
+        OSError, match="needs a folder that it can write to, and .*file"
+    ):
         DiskFolder(file)
 
 

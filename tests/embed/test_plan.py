@@ -163,7 +163,7 @@ def test_a_full_table_may_reject(mesh_shape):
     assert plan.counters["rejected"] == 3
     assert plan.counters["inserted"] == 3
     assert sorted(collection.keys("item").tolist()) == [7, 8, 9]
-    rows = collection.read_rows(state, "item", np.array([7, 8, 9, 10, 11]))
+    rows = collection.lookup_rows(state, "item", np.array([7, 8, 9, 10, 11]))
     np.testing.assert_array_equal(rows["found"], [True, True, True, False, False])
     assert rows["rows"][:3].all()
     at = np.array([0, 0, 1, 2, 3, 0, 4, 3])
@@ -210,7 +210,7 @@ def test_long_sequences_may_be_cut(on_long, kept):
     assert sorted(collection.keys("item").tolist()) == sorted(sum(kept, []))
     assert got["x"].values.shape == (4, 2, 2)
     for example, keys in enumerate(kept):
-        rows = collection.read_rows(state, "item", np.array(keys, np.int64))["rows"]
+        rows = collection.lookup_rows(state, "item", np.array(keys, np.int64))["rows"]
         n = len(keys)
         np.testing.assert_array_equal(got["x"].mask[example], np.arange(2) < n)
         np.testing.assert_array_equal(got["x"].values[example, :n], rows)
@@ -227,7 +227,7 @@ def test_padding_pushes_no_key_out_of_a_sequence(sequence, on_long):
     plan, state, got = train_and_read(collection, {"x": bags(sequence, [0])}, 2)
     counters = {k: plan.counters[k] for k in ("ids", "padding_ids", "truncated")}
     assert counters == {"ids": 6, "padding_ids": 4, "truncated": 0}
-    rows = collection.read_rows(state, "item", np.array([7, 8]))["rows"]
+    rows = collection.lookup_rows(state, "item", np.array([7, 8]))["rows"]
     np.testing.assert_array_equal(got["x"].mask, [[True, True], [False, False]])
     np.testing.assert_array_equal(got["x"].values, [rows, np.zeros((2, 2))])
 
@@ -260,7 +260,7 @@ def test_padding_reads_nothing(padding):
     plan, state, got = train_and_read(collection, values, 3)
     assert plan.counters["padding_ids"] == 3 * 3 + 1
     assert sorted(collection.keys("item").tolist()) == [3, 4]
-    three, four = collection.read_rows(state, "item", np.array([3, 4]))["rows"]
+    three, four = collection.lookup_rows(state, "item", np.array([3, 4]))["rows"]
     none = np.zeros(2)
     np.testing.assert_array_equal(got["mean"], [three, none, four])
     np.testing.assert_array_equal(got["sqrtn"], [three, none, four])
@@ -430,24 +430,24 @@ def test_rows_of_abandoned_plans_are_made():
     assert plan.counters["inserted"] == 0
     state = collection.apply_fills(collection.init(), plan)
     _, other, _ = train_and_read(twin, {"x": keys}, 2000)
-    got = collection.read_rows(state, "item", keys)
+    got = collection.lookup_rows(state, "item", keys)
     assert got["found"].all()
     np.testing.assert_array_equal(
-        got["rows"], twin.read_rows(other, "item", keys)["rows"]
+        got["rows"], twin.lookup_rows(other, "item", keys)["rows"]
     )
 
 
 @pytest.mark.parametrize("mesh_shape", ["1x1", "8x1"])
 def test_rows_that_are_planned_but_not_made_are_not_seen(mesh_shape):
-    """Neither evaluation nor read_rows looks at slots that hold no row yet."""
+    """Neither evaluation nor lookup_rows looks at slots that hold no row yet."""
     collection = make({"x": FeatureSpec(table(), "mean")}, mesh_shape)
     keys = wide_keys(64)
     plan = collection.plan({"x": bags(keys[:8].tolist())}, 1, train=True)
     empty = jax.tree.map(lambda x: x + np.nan, collection.init())
     state = collection.apply_fills(empty, plan)
-    before = collection.read_rows(state, "item", keys)
+    before = collection.lookup_rows(state, "item", keys)
     collection.plan({"x": bags(keys.tolist())}, 1, train=True)  # prefetched
-    after = collection.read_rows(state, "item", keys)
+    after = collection.lookup_rows(state, "item", keys)
     np.testing.assert_array_equal(after["found"], np.arange(64) < 8)
     np.testing.assert_array_equal(after["rows"], before["rows"])
     assert set(collection.keys("item")) == set(keys[:8])
@@ -468,7 +468,7 @@ def test_rows_beyond_the_slab_are_not_read(mesh_shape):
     keys = wide_keys(64)
     state = collection.init()
     collection.plan({"x": keys}, 64, train=True)
-    assert not collection.read_rows(state, "item", keys)["found"].any()
+    assert not collection.lookup_rows(state, "item", keys)["found"].any()
     assert not embed_batch(collection, state, {"x": keys}, 64)["x"].any()
 
 
@@ -485,7 +485,7 @@ def test_evaluation_inserts_nothing_and_unseen_keys_read_zeros(mesh):
     assert evaluation.fills == ()
     got = run_plan(collection, state, evaluation, 20)["x"]
     assert not got[1::2].any()
-    rows = collection.read_rows(state, "item", keys)["rows"]
+    rows = collection.lookup_rows(state, "item", keys)["rows"]
     np.testing.assert_array_equal(got, rows)
     assert set(collection.keys("item")) == set(keys[::2])
 

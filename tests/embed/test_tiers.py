@@ -97,7 +97,9 @@ class Run:
     def rows(self, keys=KEYS):
         out = []
         for table in sorted({f.table.name for f in self.features.values()}):
-            read = self.collection.read_rows(self.state.tables, table, np.arange(keys))
+            read = self.collection.lookup_rows(
+                self.state.tables, table, np.arange(keys)
+            )
             out += [read["found"], read["rows"], *read["row_state"]]
         shared = [x for slab in self.state.tables for x in slab.shared]
         return [np.asarray(x) for x in (*out, *shared)]
@@ -345,7 +347,9 @@ def test_bad_storages_are_refused(values, error, message):
 def test_a_full_ram_tier_without_a_disk_is_an_error():
     storage = Storage(device_rows=320, host_bytes=40_000)
     tiered = Run("1x1", "adam", storage)
-    with pytest.raises(PlanError, match=r"the RAM tier is full: .*Give more, or a folder"):
+    with pytest.raises(
+        PlanError, match=r"the RAM tier is full: .*Give more, or a folder"
+    ):
         tiered.train(batches(60, keys=3000))
     rows = tiered.rows(3000)
     taken = len(tiered.losses)
@@ -396,3 +400,80 @@ def test_bytes_are_a_number_or_a_text():
         assert Storage(device_rows=1, host_bytes=text).host_bytes == size
     with pytest.raises(TypeError, match="number of bytes or a text such as '8GB'"):
         Storage(device_rows=1, host_bytes=1.5)
+
+
+def test_a_corrupt_file_ends_training(tmp_path):
+    storage = Storage(device_rows=320, host_bytes="45KB", disk=tmp_path)
+    tiered = Run("1x1", "adam", storage)
+    made = batches(60, keys=1500)
+    tiered.train(made[:50])
+    for file in tmp_path.glob("*rows"):
+        size = file.stat().st_size
+        file.write_bytes(bytes(size))
+    with pytest.raises(OSError, match=r"shardjax-rows: record \d+ .* has changed"):
+        tiered.train(made[50:])
+    with pytest.raises(RuntimeError, match=r"moving rows failed half-way.*has changed"):
+        tiered.train(made[50:])
+    tiered.collection.close()
+
+
+def test_a_closed_collection_leaves_the_folder_to_others(tmp_path):
+    storage = Storage(device_rows=320, host_bytes="45KB", disk=tmp_path)
+    first = Run("1x1", "adam", storage)
+    first.train(batches(30, keys=1500))
+    with pytest.raises(BlockingIOError, match="in use by process"):
+        Run("1x1", "adam", storage)
+    assert list(tmp_path.glob("*rows"))
+    for _ in range(2):
+        first.collection.close()
+    assert not list(tmp_path.glob("*rows"))
+    Run("1x1", "adam", storage).train(batches(2))
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "4x2"])
+@pytest.mark.parametrize("where", ["devices", "RAM", "disk"])
+def test_rows_are_loaded_and_exported(mesh, where, tmp_path):
+    storage = {
+        "devices": None,
+        "RAM": STORAGE,
+        "disk": Storage(device_rows=320, host_bytes="45KB", disk=tmp_path),
+    }[where]
+    run = Run(mesh, "adam", storage)
+    run.train(batches(4))
+    before = run.rows(KEYS)
+    keys = np.arange(KEYS // 2, KEYS + 1500, dtype=np.uint64)
+    values = np.random.default_rng(1).normal(size=(len(keys), 4)).astype(np.float32)
+    state = run.collection.load_rows(run.state.tables, "item", keys, values)
+    run.state = run.state.replace(tables=state)
+    after = run.rows(KEYS)
+    for x, y in zip(before, after, strict=True):  # the other rows, all optimizer state
+        if x.ndim and len(x) == KEYS and x.dtype != bool:
+            np.testing.assert_array_equal(x[: KEYS // 2], y[: KEYS // 2])
+    exported = {}
+    for part, rows in run.collection.export(run.state.tables, "item", chunk=700):
+        assert len(part) <= 700
+        exported |= dict(zip(part.tolist(), rows, strict=True))
+    np.testing.assert_array_equal([exported[int(k)] for k in keys], values)
+    stats = run.collection.stats()["group0"]
+    users = len(run.collection.keys("user"))
+    assert stats["tables"] == 2 and stats["rows"] == len(exported) + users
+    assert stats["device_rows"] <= (320 if storage else stats["rows"])
+    assert (stats["host_rows"] > 0) == (where != "devices")
+    assert (stats["disk_rows"] > 0) == (where == "disk") == (stats["disk_bytes"] > 0)
+    run.train(batches(4, seed=8))
+
+
+def test_bad_rows_are_not_loaded():
+    run = Run("1x1", "sgd")
+    load = run.collection.load_rows
+    state = run.state.tables
+    with pytest.raises(
+        ValueError, match=r"4 numbers per key, got keys of shape \(2,\) and"
+    ):
+        load(state, "item", np.array([1, 2]), np.zeros((2, 3)))
+    with pytest.raises(ValueError, match="must be unique"):
+        load(state, "item", np.array([1, 1]), np.zeros((2, 4)))
+    with pytest.raises(TypeError, match="must be integers"):
+        load(state, "item", np.array([1.0]), np.zeros((1, 4)))
+    with pytest.raises(KeyError, match="no table is named 'shop'"):
+        load(state, "shop", np.array([1]), np.zeros((1, 4)))
