@@ -192,14 +192,32 @@ class TableState:
         )  # fmt: skip
         draft.where[hidden] = -1
 
-    def beyond(self, draft: TableDraft) -> np.ndarray | None:
-        """The new keys that the table has no room for, bool [unique], or None."""
-        room = max(self.table.spec.max_rows - self.rows, 0)
+    def new_keys(self, draft: TableDraft) -> np.ndarray:
+        """The salted keys that the look-up has brought, in the order of the batch."""
+        found = self.index.table[draft.entries]
+        return found[found[:, 1] >> np.uint64(32) == NEW, 0]
+
+    def beyond(
+        self, draft: TableDraft, known: int = 0, on_disk: np.ndarray | None = None
+    ) -> np.ndarray | None:
+        """The new keys that the table has no room for, bool [unique], or None.
+
+        Args:
+          draft: of the table.
+          known: how many of `rows` are counted twice: taken for new, and on disk.
+          on_disk: bool [new keys], which of them are on disk, so have a row.
+        """
+        room = max(self.table.spec.max_rows - self.rows + known, 0)
         if draft.new <= room:
             return None
-        hidden = np.zeros(draft.unique, bool)
         codes = self.index.table[draft.entries, 1] >> np.uint64(32)
-        hidden[np.flatnonzero(codes == NEW)[room:]] = True
+        new = np.flatnonzero(codes == NEW)
+        if on_disk is not None:
+            new = new[~on_disk]
+        if len(new) <= room:
+            return None
+        hidden = np.zeros(draft.unique, bool)
+        hidden[new[room:]] = True
         return hidden
 
     def drop(self, draft: TableDraft, hidden: np.ndarray) -> None:

@@ -265,6 +265,10 @@ class Coming:
         """int32 [count]."""
         return self.columns[2][: self.count]
 
+    def new_keys(self, table: int) -> np.ndarray:
+        """Keys of a table that the index did not know, uint64 [n]."""
+        return self.keys[(self.tables == table) & (self.sources == int(NEW))]
+
     @property
     def sources(self) -> np.ndarray:
         """What the index said of them, int64 [count]: NEW or a row of the RAM tier."""

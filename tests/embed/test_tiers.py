@@ -58,10 +58,12 @@ def batches(n=STEPS, keys=KEYS, seed=0):
 class Run:
     """Training with or without a storage."""
 
-    def __init__(self, mesh, optimizer, storage=None, window=1, two_tables=True):
+    def __init__(
+        self, mesh, optimizer, storage=None, window=1, two_tables=True, **more
+    ):
         tx = OPTIMIZERS[optimizer]
         user = TableSpec("user", 4, tx)
-        item = TableSpec("item", 4, tx) if two_tables else user
+        item = TableSpec("item", 4, tx, **more) if two_tables else user
         self.features = {
             "user": FeatureSpec(user),
             "bag": FeatureSpec(item, combiner="mean"),
@@ -477,3 +479,21 @@ def test_bad_rows_are_not_loaded():
         load(state, "item", np.array([1.0]), np.zeros((1, 4)))
     with pytest.raises(KeyError, match="no table is named 'shop'"):
         load(state, "shop", np.array([1]), np.zeros((1, 4)))
+
+
+@pytest.mark.parametrize("window", [1, 5])
+def test_keys_on_disk_count_once_towards_the_capacity(tmp_path, window):
+    storage = Storage(device_rows=320, host_bytes="45KB", disk=tmp_path)
+    runs = [
+        Run("1x1", "adam", s, window, capacity=700, on_full="reject")
+        for s in (None, storage)
+    ]
+    for run in runs:
+        run.train(batches(60, keys=1500))
+        run.train(batches(20, keys=1500, seed=4))
+        assert len(run.collection.keys("item")) == 700
+        assert run.counters["rejected"] > 0
+    assert runs[0].counters["rejected"] == runs[1].counters["rejected"]
+    assert runs[1].counters["disk_hits"] > 0
+    assert_same(*runs, 1500)
+    runs[1].collection.close()
