@@ -15,8 +15,6 @@ ratios, and as the last line JSON.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,6 +23,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+import workers  # noqa: E402
 import zipf  # noqa: E402
 from zipf import DENSE, DIM, FEATURES  # noqa: E402
 
@@ -179,13 +178,7 @@ def run_worker(a, variant, rows):
     else:
         command = [sys.executable, __file__, "--worker", variant]
         options += ["--microbatch", str(a.microbatch), "--mesh", a.mesh]
-    env = {**os.environ, "JAX_PLATFORMS": a.platform}
-    done = subprocess.run(
-        [*command, *options], capture_output=True, text=True, env=env, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"{variant} failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return workers.run_worker(variant, [*command, *options], a.platform)
 
 
 def main():

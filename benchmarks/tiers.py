@@ -16,8 +16,6 @@ Prints a table of medians and ratios, and as the last line JSON.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -26,6 +24,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+import workers  # noqa: E402
 import zipf  # noqa: E402
 from ctr import NAMES, time_steps  # noqa: E402
 from zipf import DENSE, DIM  # noqa: E402
@@ -129,13 +128,7 @@ def run_worker(a, variant, optimizer):
         options += [f"--{name}", str(getattr(a, name))]
     options += ["--windows", str(a.windows[0])]
     command = [sys.executable, __file__, "--worker", variant, "--optimizer", optimizer]
-    env = {**os.environ, "JAX_PLATFORMS": a.platform}
-    done = subprocess.run(
-        [*command, *options], capture_output=True, text=True, env=env, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"{variant} failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return workers.run_worker(variant, [*command, *options], a.platform)
 
 
 def main():

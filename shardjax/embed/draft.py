@@ -184,13 +184,11 @@ class TableState:
         needed: np.ndarray,
     ) -> None:
         """Asks the index where a draft's rows are; see `residents.survey`."""
-        hidden = draft.where < 0
         survey(
             self.index.table, draft.entries, draft.unique, self.table.owner,
             residents.owners, first_step, residents.slots, residents.words, draft.where,
             draft.owners, needed,
         )  # fmt: skip
-        draft.where[hidden] = -1
 
     def new_keys(self, draft: TableDraft) -> np.ndarray:
         """The salted keys that the look-up has brought, in the order of the batch."""

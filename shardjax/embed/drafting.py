@@ -21,8 +21,8 @@ COUNTERS = (
     "truncated", "unused_ids",
 )  # fmt: skip
 TIER_COUNTERS = (
-    "device_hits", "host_hits", "disk_hits", "fetched_rows", "written_back_rows", "moved_bytes",
-    "windows", "shortened_windows",
+    "device_hits", "host_hits", "disk_hits", "fetched_rows", "written_back_rows",
+    "moved_bytes", "windows", "shortened_windows",
 )  # fmt: skip
 
 
@@ -232,7 +232,7 @@ class Drafter:
             for state, count in zip(self.tables[g], counts, strict=True):
                 state.rows -= int(count)
 
-    def count_moves(self, counters, moves, shortened: int) -> None:
+    def count_moves(self, counters, moves, shortened: bool) -> None:
         """Adds what moves at a window's start to its first batch's counters."""
         counters["windows"] += 1
         counters["shortened_windows"] += shortened

@@ -67,16 +67,22 @@ def mix64(key):
     return key ^ (key >> np.uint64(31))
 
 
+@numba.njit(inline="always")
+def _approach(table, keys, start, stop, mask, home):
+    """Finds where the probes of keys [start, stop) begin, and prefetches from there."""
+    for j in range(start, stop):
+        i = mix64(keys[j]) & mask
+        home[j - start] = i
+        prefetch(table, i)  # pyright: ignore[reportCallIssue]
+
+
 @numba.njit(nogil=True, cache=True)
 def _lookup(table, keys, slots):
     mask = np.uint64(table.shape[0] - 1)
     home = np.empty(_BLOCK, np.uint64)
     for start in range(0, keys.shape[0], _BLOCK):
         stop = min(start + _BLOCK, keys.shape[0])
-        for j in range(start, stop):
-            i = mix64(keys[j]) & mask
-            home[j - start] = i
-            prefetch(table, i)  # pyright: ignore[reportCallIssue]
+        _approach(table, keys, start, stop, mask, home)
         for j in range(start, stop):
             key = keys[j]
             i = home[j - start]
@@ -98,10 +104,7 @@ def _insert(table, keys, slots):
     inserted = 0
     for start in range(0, keys.shape[0], _BLOCK):
         stop = min(start + _BLOCK, keys.shape[0])
-        for j in range(start, stop):
-            i = mix64(keys[j]) & mask
-            home[j - start] = i
-            prefetch(table, i)  # pyright: ignore[reportCallIssue]
+        _approach(table, keys, start, stop, mask, home)
         for j in range(start, stop):
             key = keys[j]
             i = home[j - start]
@@ -179,10 +182,7 @@ def relocate(table, keys, where):
     home = np.empty(_BLOCK, np.uint64)
     for start in range(0, keys.shape[0], _BLOCK):
         stop = min(start + _BLOCK, keys.shape[0])
-        for j in range(start, stop):
-            i = mix64(keys[j]) & mask
-            home[j - start] = i
-            prefetch(table, i)  # pyright: ignore[reportCallIssue]
+        _approach(table, keys, start, stop, mask, home)
         for j in range(start, stop):
             i = home[j - start]
             while table[i, 0] != keys[j] or table[i, 1] >> _32 == EMPTY:

@@ -200,9 +200,8 @@ class Planner:
           PlanError, ValueError, TypeError: as of `plan`.
         """
         waiting = deque(batches)
-        shortened = 0
         while waiting:
-            error = None
+            error, shortened = None, False
             with self._planning:
                 self._raise_failure()
                 first_step = self._planned + 1
@@ -222,7 +221,7 @@ class Planner:
                         self.drafter.forget(draft)
                         if not drafts:
                             error = lacking
-                        shortened += 1
+                        shortened = True
                         break
                     self._size(True, ("examples",), draft.examples, draft.examples)
                     self.drafter.commit(draft, first_step, first_step + len(drafts))
@@ -250,7 +249,7 @@ class Planner:
             if failure is not None:
                 raise failure
 
-    def _close(self, drafts: list[Draft], first_step: int, shortened: int):
+    def _close(self, drafts: list[Draft], first_step: int, shortened: bool):
         """Ends the window: rows get their slots, and batches their plans."""
         closed = [
             tier.close(
@@ -315,45 +314,47 @@ class Planner:
         draft = self.drafter.draft(features, batch, self._examples(False), train=False)
         self._size(False, ("examples",), draft.examples, draft.examples)
         overlays = []
-        for g, (states, tables) in enumerate(
-            zip(self.tables, draft.tables, strict=True)
-        ):
-            overlays.append([])
-            for state, table in zip(states, tables, strict=True):
-                state.survey(
-                    table, self.tiers[g].residents, 0, np.zeros(self.devices, np.int64)
-                )
-                keys = state.index.table[table.entries, 0]
-                elsewhere, records = self._locate(g, state, keys, table)
-                words = records[:, : self.tiers[g].row_words]
-                part = np.column_stack([elsewhere.astype(np.int32), words])
-                hidden = table.slots < 0
-                hidden[elsewhere] = False
-                if hidden.any():
-                    draft.counters["unseen"] += draft.hide(table, hidden)
-                overlays[g].append(part)
-                state.forget_new(table.entries)
-            if self.tiers[g].host is None:
-                overlays[g] = ()
+        try:
+            for g, (states, tables) in enumerate(
+                zip(self.tables, draft.tables, strict=True)
+            ):
+                parts = [
+                    self._overlay(g, state, table, draft)
+                    for state, table in zip(states, tables, strict=True)
+                ]
+                overlays.append(() if self.tiers[g].host is None else parts)
+        finally:
+            self.drafter.forget(draft)
         used = tuple(n.copy() for n in self.applied)
         return self._arrange(draft, False, (), used, overlays)
 
-    def _locate(self, g: int, state: TableState, keys, table: TableDraft):
-        """Writes the slots of rows as the devices have them now; finds the others."""
-        waiting = [m for p in self._pending for m in p.moves if m.group == g]
-        table.slots, elsewhere, records = self.tiers[g].locate(
-            state.number, keys, table.where, table.owners, self.applied[g], waiting
+    def _overlay(self, g: int, state: TableState, table: TableDraft, draft: Draft):
+        """Writes the slots of a table's rows; returns the rows that are elsewhere."""
+        tier = self.tiers[g]
+        state.survey(table, tier.residents, 0, np.zeros(tier.owners, np.int64))
+        keys = state.index.table[table.entries, 0]
+        table.slots, elsewhere, records = self._as_applied(
+            g, state, keys, table.where, table.owners
         )
-        return elsewhere, records
+        hidden = table.slots < 0
+        hidden[elsewhere] = False
+        if hidden.any():
+            draft.counters["unseen"] += draft.hide(table, hidden)
+        words = records[:, : tier.row_words]
+        return np.column_stack([elsewhere.astype(np.int32), words])
+
+    def _as_applied(self, g: int, state: TableState, keys, where, owners):
+        """Finds rows as the devices have them now: see `Tier.locate`."""
+        waiting = [m for p in self._pending for m in p.moves if m.group == g]
+        return self.tiers[g].locate(
+            state.number, keys, where, owners, self.applied[g], waiting
+        )
 
     def find(self, g: int, state: TableState, salted: np.ndarray, owners: np.ndarray):
         """Finds rows of some keys as the devices have them now: see `Tier.locate`."""
         with self._planning, self._state:
             where = state.index.lookup(salted).astype(np.int64)
-            waiting = [m for p in self._pending for m in p.moves if m.group == g]
-            return self.tiers[g].locate(
-                state.number, salted, where, owners, self.applied[g], waiting
-            )
+            return self._as_applied(g, state, salted, where, owners)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """How many rows of each group are where; see `EmbeddingCollection.stats`."""

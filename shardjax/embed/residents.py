@@ -49,7 +49,8 @@ def survey(
       first_step: of the window being planned.
       slots: [owners, slots] of SLOT; no columns if nobody keeps track.
       words: int64 [owners * slots, 3], the same memory.
-      where: int64 [..], out: what the index says of each unique key.
+      where: int64 [..], in and out: what the index says of each unique key; stays -1 for
+        a key that stays without a row, which has no entry.
       owners: int32 [..], out.
       needed: int64 [owners], in and out: rows that the window does not have yet.
     """
@@ -57,6 +58,9 @@ def survey(
     for start in range(0, unique, _BLOCK):
         stop = min(start + _BLOCK, unique)
         for g in range(start, stop):
+            owners[g] = 0
+            if where[g] < 0:
+                continue
             i = unique_entry[g]
             code = table[i, 1] >> _32
             owner = owner_of(table[i, 0], single_owner, devices)
@@ -66,6 +70,8 @@ def survey(
                 at = np.uint64(owner) * np.uint64(slots.shape[1]) + code
                 prefetch(words, at)  # pyright: ignore[reportCallIssue]
         for g in range(start, stop):
+            if where[g] < 0:
+                continue
             code = np.uint64(where[g])
             owner = owners[g]
             if code < HOST:
@@ -102,15 +108,17 @@ def commit(
     for start in range(0, unique, _BLOCK):
         stop = min(start + _BLOCK, unique)
         for g in range(start, stop):
+            owners[g] = 0
+            if where[g] < 0:
+                continue
             i = unique_entry[g]
             owner = owner_of(table[i, 0], single_owner, devices)
             owners[g] = owner
-            if where[g] >= 0:
-                code = table[i, 1] >> _32
-                where[g] = np.int64(code)
-                if tracked and code < HOST:
-                    at = np.uint64(owner) * np.uint64(slots.shape[1]) + code
-                    prefetch(words, at)  # pyright: ignore[reportCallIssue]
+            code = table[i, 1] >> _32
+            where[g] = np.int64(code)
+            if tracked and code < HOST:
+                at = np.uint64(owner) * np.uint64(slots.shape[1]) + code
+                prefetch(words, at)  # pyright: ignore[reportCallIssue]
         for g in range(start, stop):
             if where[g] < 0:
                 continue
@@ -179,15 +187,14 @@ def sweep(slots, first_step, hand, used, wanted, out, out_steps):
 
 @numba.njit(nogil=True, cache=True)
 def seat(
-    coming, start, count, taken, next_slot, capacity, free, free_count, left, seats,
-    slots, before, max_uses,
+    coming, start, count, taken, next_slot, capacity, left, seats, slots, before,
+    max_uses,
 ):  # fmt: skip
-    """Gives each row that comes a slot: a free one, one never used, or one just left.
+    """Gives each row that comes a slot: one never used, or one just left.
 
     Args:
       start, count: which rows of `coming`.
       taken: int64 [owners], in and out: how many of `left` have been used.
-      free: int32 [owners, ..], free slots; the first `free_count`, in and out.
       left: int32 [owners, ..] slots of rows that leave, in the order to be used.
       seats: int32 [count], out: the slots.
       slots: of `survey`, in and out.
@@ -197,10 +204,7 @@ def seat(
     tracked = slots.shape[1] > 0
     for n in range(start, count):
         o = owners[n]
-        if free_count[o] > 0:
-            free_count[o] -= 1
-            at = free[o, free_count[o]]
-        elif next_slot[o] < capacity:
+        if next_slot[o] < capacity:
             at = next_slot[o]
             next_slot[o] = at + 1
         else:
@@ -297,8 +301,6 @@ class Residents:
         self.slots["last_step"] = FREE
         self.words = self.slots.view(np.int64).reshape(owners * n, 3)
         self._hand = np.zeros(owners, np.int64)
-        self._free = np.zeros((owners, n), np.int32)
-        self._free_count = np.zeros(owners, np.int32)
 
     def begin(self) -> None:
         """Starts a window."""
@@ -326,7 +328,7 @@ class Residents:
         for o in range(self.owners):
             wanted = 0
             if self.capacity is not None:
-                room = self.capacity - int(self.next_slot[o] - self._free_count[o])
+                room = self.capacity - int(self.next_slot[o])
                 wanted = max(int(coming[o]) - room, 0)
             out, out_steps = np.empty((2, wanted), np.int32)
             if wanted:
@@ -363,8 +365,7 @@ class Residents:
         for end in ends:
             seat(
                 self.coming.columns, start, end, taken, self.next_slot, capacity,
-                self._free, self._free_count, places, seats, self.slots, before,
-                self.max_uses,
+                places, seats, self.slots, before, self.max_uses,
             )  # fmt: skip
             used.append(self.next_slot.copy())
             start = end

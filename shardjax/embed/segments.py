@@ -57,6 +57,7 @@ def _checksum(record):
 
 @numba.njit(nogil=True, cache=True)
 def hash_keys(keys, out):
+    """Writes `mix64` of keys, uint64 [n], by which segments are sorted."""
     for i in range(keys.shape[0]):
         out[i] = mix64(keys[i])
 

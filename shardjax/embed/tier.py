@@ -69,7 +69,6 @@ class Tier:
       residents: what is on the devices, as planned.
       host: what is in RAM; None if all rows are on the devices.
       disk: what is on disk, if anything may be.
-      demoted: rows that have gone to disk so far.
       failure: why rows that should be on disk are in RAM.
     """
 
@@ -93,7 +92,6 @@ class Tier:
         self.disk: DiskRows | None = None
         if folder is not None and self.host is not None:
             self.disk = DiskRows(folder, group.name, self.host.words)
-        self.demoted = 0
         self.failure: OSError | None = None
         self._flying: dict[int, WriteBack] = {}
         self._flights = 0
@@ -203,7 +201,6 @@ class Tier:
         for t, at in by_table(tables, len(self.indexes)):
             self.indexes[t].remove(keys[at])
         self.host.release(chosen)
-        self.demoted += len(chosen)
 
     def full(self, rows: int, most_bytes: int | None) -> bool:
         """Whether RAM does not hold `rows` more and there is no disk for others."""

@@ -327,6 +327,13 @@ def test_a_batch_of_exactly_all_slots_fits():
     plain.train(made)
     assert_same(plain, tiered)
     assert tiered.counters["written_back_rows"] == 5 * BATCH
+    assert tiered.counters["shortened_windows"] == 0
+    # windows of three hold one batch each: the first two of three are ended early
+    again = Run("1x1", "adam", Storage(device_rows=BATCH), 3, two_tables=False)
+    again.train(made)
+    assert_same(plain, again)
+    assert again.counters["windows"] == 6
+    assert again.counters["shortened_windows"] == 4
 
 
 @pytest.mark.parametrize(
