@@ -69,7 +69,8 @@ def prepare(
     Raises:
       PlanError, ValueError, TypeError: see `shardjax.embed.plan.Planner.plan`.
     """
-    plan = collection.plan(_features(batch), len(batch.labels), train=train)
+    size = len(batch.labels)
+    plan = collection.plan(_features(batch), size, batch.labels, train=train)
     return _send(collection, batch, plan, groups)
 
 
@@ -94,7 +95,9 @@ def prepare_window(
       PlanError, ValueError, TypeError: see `shardjax.embed.plan.Planner.plan_window`.
     """
     batches = list(batches)
-    plans = collection.plan_window([(_features(b), len(b.labels)) for b in batches])
+    plans = collection.plan_window(
+        [(_features(b), len(b.labels), b.labels) for b in batches]
+    )
     for batch, plan in zip(batches, plans, strict=False):
         yield _send(collection, batch, plan, None)
 

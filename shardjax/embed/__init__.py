@@ -18,6 +18,16 @@ from shardjax.embed.optimizers import (
     rowwise_adagrad as rowwise_adagrad,
 )
 from shardjax.embed.plan import Plan as Plan, PlanError as PlanError
+from shardjax.embed.policies import (
+    LFU as LFU,
+    LRU as LRU,
+    TTL as TTL,
+    Always as Always,
+    MinCount as MinCount,
+    Never as Never,
+    Probability as Probability,
+    ShowClick as ShowClick,
+)
 from shardjax.embed.spec import (
     FeatureSpec as FeatureSpec,
     TableSpec as TableSpec,

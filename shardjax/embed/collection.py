@@ -23,18 +23,9 @@ from shardjax.embed.exchange import embed_group, gather_rows, scatter_rows
 from shardjax.embed.groups import Group, plan_groups
 from shardjax.embed.jagged import Jagged, as_keys
 from shardjax.embed.layout import Layout
-from shardjax.embed.moves import (
-    Fill,
-    Move,
-    SlabState,
-    fill_new,
-    fill_stored,
-    from_words,
-    gather_records,
-    slab_spec,
-    unpack_records,
-)
-from shardjax.embed.plan import Plan, Planner
+from shardjax.embed.mover import Mover
+from shardjax.embed.moves import SlabState, from_words, slab_spec, unpack_records
+from shardjax.embed.plan import Plan, Planner, WindowBatch
 from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.storage import Storage
 from shardjax.embed.translate import find_owners
@@ -102,10 +93,11 @@ class EmbeddingCollection:
             storage=storage,
         )
         self._initial_rows = initial_rows
+        self._mover = Mover(self.groups, mesh)
 
     def spec(self, group: Group) -> jax.P:
         """How the slots of a group lie over the mesh."""
-        return jax.P() if group.replicated else jax.P(self.axes)
+        return self._mover.spec(group)
 
     def state_spec(self) -> EmbeddingState:
         """The PartitionSpec of every leaf of the state."""
@@ -193,15 +185,14 @@ class EmbeddingCollection:
         self,
         features: Mapping[str, np.ndarray | Jagged],
         batch: int,
+        clicks: np.ndarray | None = None,
         *,
         train: bool,
     ) -> Plan:
         """Plans a batch on the host; see `shardjax.embed.plan.Planner.plan`."""
-        return self.planner.plan(features, batch, train=train)
+        return self.planner.plan(features, batch, clicks, train=train)
 
-    def plan_window(
-        self, batches: Sequence[tuple[Mapping[str, np.ndarray | Jagged], int]]
-    ) -> Iterator[Plan]:
+    def plan_window(self, batches: Sequence[WindowBatch]) -> Iterator[Plan]:
         """Plans training batches that follow one another, whose rows shall be on the
         devices together; see `shardjax.embed.plan.Planner.plan_window`."""
         return self.planner.plan_window(batches)
@@ -228,63 +219,14 @@ class EmbeddingCollection:
                 if used.max() > slots:
                     while slots < used.max():
                         slots *= 2
-                    slabs[g] = self._grow(g, slabs[g], slots)
+                    slabs[g] = self._mover.grow(g, slabs[g], slots)
+            departed = []
             for move in moves:
-                slabs[move.group] = self._move(slabs[move.group], move)
+                slabs[move.group], gathered = self._mover.move(slabs[move.group], move)
+                departed.append(gathered)
+        for move, gathered in zip(moves, departed, strict=True):
+            self._mover.deliver(move, gathered, self.planner.read_evicted)
         return tuple(slabs)
-
-    def _move(self, slab: SlabState, move: Move) -> SlabState:
-        """Gathers the rows that leave, writes those that come."""
-        group = self.groups[move.group]
-        options: Any = {
-            "group": group,
-            "mesh": self.mesh,
-            "spec": self.spec(group),
-        }
-        sharding = jax.NamedSharding(self.mesh, self.spec(group))
-
-        def put(x):
-            return jax.device_put(x.reshape(-1, *x.shape[2:]), sharding)
-
-        if move.write_back is not None:
-            slots = put(move.write_back.slots)
-            records = gather_records(slab, slots, **options)
-            records.copy_to_host_async()
-            move.write_back.records = records
-        if move.stored is not None:
-            records = put(move.stored.complete())
-            slab = fill_stored(slab, put(move.stored.slots), records, **options)
-        for fill in move.fills:
-            slab = self._fill(slab, fill, sharding, options)
-        return slab
-
-    def _grow(self, g: int, slab: SlabState, slots: int) -> SlabState:
-        spec = self.state_spec()[g]
-
-        @jax.jit  # a longer array cannot reuse the old one's memory: nothing to donate
-        @partial(jax.shard_map, mesh=self.mesh, in_specs=(spec,), out_specs=spec)
-        def grow(slab):
-            def longer(x):
-                more = jnp.zeros((slots - x.shape[0], *x.shape[1:]), x.dtype)
-                if not self.groups[g].replicated:
-                    more = jax.lax.pcast(more, self.axes, to="varying")
-                return jnp.concatenate([x, more])
-
-            return SlabState(
-                longer(slab.rows), [longer(x) for x in slab.row_state], slab.shared
-            )
-
-        return grow(slab)
-
-    def _fill(self, slab: SlabState, fill: Fill, sharding, options) -> SlabState:
-        words = fill.words.reshape(-1).view(np.uint32).reshape(-1, 2)
-        return fill_new(
-            slab,
-            jax.device_put(fill.slots.reshape(-1), sharding),
-            jax.device_put(words, sharding),
-            initializer=fill.initializer,
-            **options,
-        )
 
     def gather_rows(
         self, state: EmbeddingState, arrays: dict[str, jax.Array]
@@ -367,8 +309,9 @@ class EmbeddingCollection:
     ) -> EmbeddingState:
         """Writes rows, such as vectors trained elsewhere; between training steps.
 
-        Keys without a row get one. The optimizer state of a row that is new is as at the
-        start, that of one that is there stays.
+        Keys without a row get one, whatever the table's `admit` says; to its `evict` this
+        is a step that uses them, with a click. The optimizer state of a row that is new
+        is as at the start, that of one that is there stays.
 
         Args:
           state: donated.
@@ -418,7 +361,8 @@ class EmbeddingCollection:
             batch: dict[str, Any] = dict.fromkeys(self.features, nothing)
             reader = entry.table.features[0]
             batch[reader] = Jagged(part, np.ones(len(part), np.int32))
-            plan = self.plan(batch, len(part), train=True)
+            clicks = np.ones(len(part))
+            plan = self.planner.plan(batch, len(part), clicks, train=True, admit=True)
             self.planner.forget_sizes()
             state = self.apply_fills(state, plan)
             salted = part + entry.table.salt
@@ -459,11 +403,33 @@ class EmbeddingCollection:
         """How many rows are where, as planned, by slab.
 
         Returns:
-          By the slab's name: `tables`, `rows`, `device_rows`, `host_rows`, `disk_rows`, and
+          By the slab's name: `tables`, `rows`, `device_rows`, `host_rows`, `disk_rows`;
           the bytes of RAM that rows (`host_bytes`) and finding rows (`index_bytes`) take,
-          and of files (`disk_bytes`).
+          and of files (`disk_bytes`); and `candidates`, keys without a row whose
+          occurrences `admit` counts.
         """
         return self.planner.stats()
+
+    def shrink(self) -> dict[str, int]:
+        """Lets rows leave by the `evict` policies of their tables now, due or not.
+
+        To be called at the end of a day or a pass, between two loops over a loader: it is
+        before the next batch that is planned. Scores of `ShowClick` decay.
+
+        Returns:
+          By table that has such a policy, how many rows leave.
+
+        Example:
+          >>> import shardjax as sj
+          >>> item = sj.embed.TableSpec("item", dim=2, evict=sj.embed.LRU(rows=2))
+          >>> collection = sj.embed.EmbeddingCollection(
+          ...     {"item_id": sj.embed.FeatureSpec(item)}, mesh=sj.make_mesh("1x1")
+          ... )
+          >>> plan = collection.plan({"item_id": np.arange(5)}, batch=5, train=True)
+          >>> collection.shrink()
+          {'item': 3}
+        """
+        return self.planner.shrink()
 
     def close(self) -> None:
         """Removes the files of the disk tier, and with them the rows in them.
@@ -483,8 +449,8 @@ class EmbeddingCollection:
         owners = self._owners(g, entry.table.owner, salted)
         slots, elsewhere, _ = self.planner.find(g, entry, salted, owners)
         slots[elsewhere] = 0
-        keys = [salted[slots >= 0], self.planner.keys_on_disk(g, entry)]
-        return np.concatenate(keys) - entry.table.salt
+        keys = [salted[slots >= 0], self.planner.keys_elsewhere(g, entry)]
+        return np.unique(np.concatenate(keys)) - entry.table.salt
 
     def lookup_rows(
         self, state: EmbeddingState, table: str, keys: np.ndarray

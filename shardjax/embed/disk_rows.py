@@ -4,12 +4,13 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
+from shardjax.embed.eviction import Cut, Facts
 from shardjax.embed.segments import HEADER_WORDS, Found, Segment, hash_keys
 
 _log = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class DiskRows:
         self._record_bytes = 4 * (HEADER_WORDS + words)
         self._merge_bytes = merge_bytes
         self.segments: list[Segment] = []
+        self._kept: list[Segment] = []  # merged, and still read by `evict`
         self.compactions = 0
         self._files = 0
         self._lock = threading.Lock()
@@ -131,12 +133,12 @@ class DiskRows:
         """Bytes of RAM that it takes to find records."""
         return sum(s.ram_bytes for s in self.segments)
 
-    def add(self, keys, tables, last_step, steps_used, rows) -> None:
+    def add(self, keys, tables, last_step, tallies, rows) -> None:
         """Writes rows that are not on disk.
 
         Args:
           keys: uint64 [n], salted; with `tables`, int32 [n], unique.
-          last_step, steps_used: int32 and uint32 [n].
+          last_step, tallies: int32 and uint32 [n].
           rows: int32 [n, words].
 
         Raises:
@@ -146,7 +148,7 @@ class DiskRows:
         self._raise_failure()
         if not len(keys):
             return
-        segment = self._write(keys, tables, last_step, steps_used, rows)
+        segment = self._write(keys, tables, last_step, tallies, rows)
         with self._lock:
             self.segments.append(segment)
         self._start_compaction()
@@ -170,6 +172,55 @@ class DiskRows:
     def read(self, keys: np.ndarray, tables: np.ndarray) -> Found:
         """Reads rows, as `take`, and leaves them where they are."""
         return self._find(keys, tables, bury=False)
+
+    def facts(self, table: int) -> Iterator[Facts]:
+        """What is known of all rows of a table, in parts."""
+        with self._lock:
+            for segment in self.segments:
+                for _, facts in segment.facts(table):
+                    yield facts
+
+    def evict(
+        self, table: int, cut: Cut
+    ) -> list[tuple[Segment, np.ndarray, np.ndarray]]:
+        """Takes the rows of a table off the disk that leave for good.
+
+        They can be read with `Segment.read` until `let_go` is called for the segments.
+
+        Returns:
+          Segments, numbers of their records (int64 [n]) and keys (uint64 [n]).
+        """
+        oldest = cut.oldest()
+        found = []
+        with self._lock:
+            for segment in self.segments:
+                if oldest is not None and segment.oldest >= oldest:
+                    continue
+                for numbers, facts in segment.facts(table):
+                    leaves = cut(facts)
+                    if leaves.any():
+                        segment.bury(numbers[leaves])
+                        segment.readers += 1
+                        found.append((segment, numbers[leaves], facts[0][leaves]))
+        return found
+
+    def let_go(self, segments: Iterable[Segment]) -> None:
+        """Ends the use of segments after `evict`, once for each that it returned."""
+        with self._lock:
+            for segment in segments:
+                segment.readers -= 1
+            unused = [s for s in self._kept if not s.readers]
+            self._kept = [s for s in self._kept if s.readers]
+        for segment in unused:
+            segment.delete()
+        self._start_compaction()
+
+    def rewrite(self, table: int, change: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Changes the tallies, uint32 [n], of all rows of a table."""
+        self.wait()
+        for segment in list(self.segments):
+            if any(len(numbers) for numbers, _ in segment.facts(table)):
+                self._compact([segment], table, change)
 
     def keys(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All keys and their tables, uint64 and int32 [n], a part at a time."""
@@ -203,11 +254,11 @@ class DiskRows:
                 wanted = wanted[~hit]
         return Found(mask, records[:, 3], records[:, 4].view(np.uint32), records[:, 6:])
 
-    def _write(self, keys, tables, last_step, steps_used, rows) -> Segment:
+    def _write(self, keys, tables, last_step, tallies, rows) -> Segment:
         self._files += 1
         path = self.folder.path / f"{self.name}-{self._files:06d}{_PATTERN[1:]}"
         try:
-            return Segment.write(path, keys, tables, last_step, steps_used, rows)
+            return Segment.write(path, keys, tables, last_step, tallies, rows)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -253,8 +304,16 @@ class DiskRows:
             chosen.append(s)
         return chosen
 
-    def _compact(self, chosen: list[Segment]) -> None:
-        """Makes one segment of what lives in some; in the background."""
+    def _compact(
+        self,
+        chosen: list[Segment],
+        table: int = -1,
+        change: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> None:
+        """Makes one segment of what lives in some; in the background.
+
+        A `change` of the tallies of a table applies to what is copied.
+        """
         numbers, parts, origin = [], [], []
         for s, segment in enumerate(chosen):
             chunk = max((4 << 20) // self._record_bytes, 1)
@@ -270,8 +329,11 @@ class DiskRows:
         if len(records):
             keys = np.ascontiguousarray(records[:, :2]).view(np.uint64)[:, 0]
             tables, steps = records[:, 2].copy(), records[:, 3].copy()
-            used = records[:, 4].copy().view(np.uint32)
-            merged = self._write(keys, tables, steps, used, records[:, HEADER_WORDS:])
+            tallies = records[:, 4].copy().view(np.uint32)
+            if change is not None:
+                tallies[tables == table] = change(tallies[tables == table])
+            rows = records[:, HEADER_WORDS:]
+            merged = self._write(keys, tables, steps, tallies, rows)
             hashes = np.empty(len(keys), np.uint64)
             hash_keys(keys, hashes)
             place = np.empty(len(keys), np.int64)
@@ -287,7 +349,9 @@ class DiskRows:
             kept = [s for s in self.segments if s not in chosen]
             self.segments = kept + ([] if merged is None else [merged])
             self.compactions += 1
-        for segment in chosen:
+            self._kept += [s for s in chosen if s.readers]
+            unused = [s for s in chosen if not s.readers]
+        for segment in unused:
             segment.delete()
 
     def _raise_failure(self) -> None:
@@ -306,6 +370,6 @@ class DiskRows:
         """Ends the threads and removes the files; twice does no harm."""
         self._compactor.shutdown(wait=True)
         self._readers.shutdown(wait=True)
-        for segment in self.segments:
+        for segment in self.segments + self._kept:
             segment.delete()
-        self.segments = []
+        self.segments, self._kept = [], []

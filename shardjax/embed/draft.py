@@ -1,15 +1,18 @@
 """A batch's keys looked up: which unique keys it has, and where their rows are."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from shardjax.embed import translate as kernels
+from shardjax.embed.admission import Gate
+from shardjax.embed.eviction import UNIT
 from shardjax.embed.groups import Table
 from shardjax.embed.index import MAX_LOAD, NEW, Index
 from shardjax.embed.inputs import Input
 from shardjax.embed.layout import rung
+from shardjax.embed.policies import ShowClick
 from shardjax.embed.residents import Residents, survey
 
 
@@ -29,6 +32,8 @@ class TableDraft:
       local_count: int32 [requesters], unique keys of each.
       local_unique: per requester, int32 [..], which those are.
       own_position: int32 [unique], place in what the owner gathers.
+      asked: keys without a row that ask for one, their occurrences in the batch, and
+        which get it: uint64, int64 and bool [n]; None if nobody has to ask.
     """
 
     table: Table
@@ -41,6 +46,7 @@ class TableDraft:
     owners: np.ndarray = field(init=False)
     slots: np.ndarray = field(init=False)
     own_position: np.ndarray = field(init=False)
+    asked: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     def __post_init__(self):
         self.where = np.zeros(self.unique, np.int64)
@@ -61,6 +67,7 @@ class Draft:
       tables: per group, per table.
       counters: what the batch had, by name.
       ends: per group, rows that are to come in the window after this batch.
+      clicks: float64 [batch], labels of the examples; None if no table counts them.
     """
 
     examples: int
@@ -69,6 +76,34 @@ class Draft:
     tables: list[list[TableDraft]]
     counters: dict[str, float]
     ends: list[int] = field(default_factory=list)
+    clicks: np.ndarray | None = None
+
+    def occurrences(self, table: TableDraft) -> np.ndarray:
+        """How often the batch has each unique key of a table, int64 [unique]."""
+        return self._sum(table, lambda x: np.ones(len(x.keys), np.int64))
+
+    def scores(self, table: TableDraft, policy: ShowClick) -> np.ndarray:
+        """What each unique key's ShowClick score grows by, int64 [unique]."""
+        assert self.clicks is not None
+        clicks = self.clicks
+        each = policy.click_weight * clicks + policy.show_weight * (1 - clicks)
+        each = np.rint(each * UNIT).astype(np.int64)
+
+        def amounts(x: Input) -> np.ndarray:
+            return each if x.lengths is None else np.repeat(each, x.lengths)
+
+        return self._sum(table, amounts)
+
+    def _sum(self, table: TableDraft, amounts: Callable[[Input], np.ndarray]):
+        """Sums amounts of the ids of a table, int64 [n], by unique key."""
+        out = np.zeros(table.unique, np.int64)
+        for name in table.table.features:
+            x = self.inputs[name]
+            each = amounts(x)
+            for r, unique in enumerate(table.local_unique):
+                part = slice(x.bounds[r], x.bounds[r + 1])
+                kernels.tally(unique, self.raws[name][part], each[part], out)
+        return out
 
     def hide(self, table: TableDraft, hidden: np.ndarray) -> int:
         """Makes ids of some unique keys of a table read no row; returns how many ids."""
@@ -86,10 +121,12 @@ class TableState:
 
     Attributes:
       rows: keys that have a row somewhere.
+      gate: decides which keys get one.
     """
 
-    def __init__(self, number: int, table: Table, requesters: int):
+    def __init__(self, number: int, table: Table, requesters: int, seed: np.uint64):
         self.number = number
+        self.gate = Gate(table.spec.admit, seed)
         self.table = table
         self.index = Index()
         self.rows = 0
@@ -190,10 +227,16 @@ class TableState:
             draft.owners, needed,
         )  # fmt: skip
 
-    def new_keys(self, draft: TableDraft) -> np.ndarray:
-        """The salted keys that the look-up has brought, in the order of the batch."""
-        found = self.index.table[draft.entries]
-        return found[found[:, 1] >> np.uint64(32) == NEW, 0]
+    def new(self, draft: TableDraft) -> tuple[np.ndarray, np.ndarray]:
+        """The keys that the look-up has brought, in the order of the batch.
+
+        Returns:
+          Their numbers among the unique keys, int64 [n], and they, salted, uint64 [n].
+        """
+        kept = np.flatnonzero(draft.where >= 0)
+        found = self.index.table[draft.entries[kept]]
+        new = found[:, 1] >> np.uint64(32) == NEW
+        return kept[new], found[new, 0]
 
     def beyond(
         self, draft: TableDraft, known: int = 0, on_disk: np.ndarray | None = None
@@ -203,13 +246,12 @@ class TableState:
         Args:
           draft: of the table.
           known: how many of `rows` are counted twice: taken for new, and on disk.
-          on_disk: bool [new keys], which of them are on disk, so have a row.
+          on_disk: bool [new keys], which of `new` are on disk, so have a row.
         """
         room = max(self.table.spec.max_rows - self.rows + known, 0)
         if draft.new <= room:
             return None
-        codes = self.index.table[draft.entries, 1] >> np.uint64(32)
-        new = np.flatnonzero(codes == NEW)
+        new, _ = self.new(draft)
         if on_disk is not None:
             new = new[~on_disk]
         if len(new) <= room:
@@ -220,14 +262,15 @@ class TableState:
 
     def drop(self, draft: TableDraft, hidden: np.ndarray) -> None:
         """Takes new keys out of a draft, which stay without a row."""
-        keys = self.index.table[draft.entries, 0]
-        self.index.remove(keys[hidden])
-        kernels.find_entries(self.index.table, keys, draft.entries)
+        stay = np.flatnonzero(draft.where >= 0)
+        keys = self.index.table[draft.entries[stay], 0]
+        self.index.remove(keys[hidden[stay]])
+        entries = np.empty(len(stay), np.int32)
+        kernels.find_entries(self.index.table, keys, entries)
+        draft.entries[stay] = entries
         draft.where[hidden] = -1
         draft.new -= int(hidden.sum())
 
-    def forget_new(self, entries: np.ndarray) -> None:
-        """Forgets those keys of entries, int32 [n], that a look-up has brought."""
-        found = self.index.table[entries]
-        new = found[:, 1] >> np.uint64(32) == NEW
-        self.index.remove(found[new, 0])
+    def forget_new(self, draft: TableDraft) -> None:
+        """Forgets those keys of a draft that the look-up has brought."""
+        self.index.remove(self.new(draft)[1])

@@ -18,12 +18,15 @@ from shardjax.embed.tier import Tier
 
 COUNTERS = (
     "ids", "unique_ids", "inserted", "unseen", "rejected", "bad_ids", "padding_ids",
-    "truncated", "unused_ids",
+    "truncated", "unused_ids", "refused", "forgotten_candidates", "evicted_rows",
 )  # fmt: skip
 TIER_COUNTERS = (
     "device_hits", "host_hits", "disk_hits", "fetched_rows", "written_back_rows",
     "moved_bytes", "windows", "shortened_windows",
 )  # fmt: skip
+
+
+_ONES = np.zeros(0, np.int64)  # `commit` takes it for ones
 
 
 class PlanError(ValueError):
@@ -60,15 +63,21 @@ class Drafter:
         features: Mapping[str, np.ndarray | Jagged],
         batch: int,
         examples: int,
+        step: int,
+        clicks: np.ndarray | None = None,
         *,
-        train: bool,
+        admit: bool = False,
     ) -> Draft:
         """Looks up a batch's keys; raises before any change that lasts.
 
         Args:
-          features, batch, train: as of `Planner.plan`.
+          features, batch, clicks: as of `Planner.plan`.
           examples: per requester, at least; more if the batch has more.
+          step: of the batch, from 1; 0 for evaluation.
+          admit: whether every key gets a row, whatever its table's `admit` says.
         """
+        train = step > 0
+        clicks = self._check_clicks(clicks, batch) if train else None
         examples = max(examples, -(-batch // self.devices))
         inputs = normalize(features, self.features, batch, examples, self.devices)
         counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
@@ -82,9 +91,10 @@ class Drafter:
         )
         states = [s for states in self.tables for s in states]
         run = self._pool.map if self._pool else map
-        # evaluation numbers keys that may be on disk, and forgets them again
+        # evaluation numbers keys that may be on disk, or about to leave for good, and
+        # forgets them again
         insert = [
-            train or (tier.disk is not None)
+            train or tier.disk is not None or tier.departures.pending
             for tier, states in zip(self.tiers, self.tables, strict=True)
             for _ in states
         ]
@@ -92,7 +102,9 @@ class Drafter:
         problems = [p for _, more in results for p in more]
         raws = {name: raw for found, _ in results for name, raw in found.items()}
         tables = [[s.draft() for s in states] for states in self.tables]
-        draft = Draft(examples, inputs, raws, tables, counters)
+        draft = Draft(examples, inputs, raws, tables, counters, clicks=clicks)
+        if train and not problems:
+            counters["refused"] = 0 if admit else self._refuse(draft, step)
         full = self._beyond(draft, problems) if train else []
         if problems:
             self.forget(draft)
@@ -111,6 +123,60 @@ class Drafter:
             counters["unique_ids"] += int(state.local_count.sum())
         return draft
 
+    def _check_clicks(self, clicks: np.ndarray | None, batch: int):
+        """The labels of the examples as float64, if a table counts them.
+
+        Raises:
+          PlanError: if they are not there, or not labels.
+        """
+        names = [
+            s.table.spec.name
+            for states in self.tables
+            for s in states
+            if s.table.spec.show_click is not None
+        ]
+        if not names:
+            return None
+        if clicks is None:
+            raise PlanError(
+                f"table {names[0]!r} has the policy ShowClick, which counts clicks, and the"
+                f" batch of {batch} examples came without labels. Give `clicks`"
+            )
+        found = np.asarray(clicks, np.float64)
+        good = found.shape == (batch,)
+        if not good or not ((found >= 0) & (found <= 1)).all():
+            got = f"shape {found.shape}"
+            if good:
+                got = f"{found[~((found >= 0) & (found <= 1))][0]}"
+            raise PlanError(
+                f"`clicks` for the policy ShowClick of table {names[0]!r} must be {batch}"
+                f" labels in [0, 1], got {got}"
+            )
+        return found
+
+    def _refuse(self, draft: Draft, step: int) -> int:
+        """Takes the keys out of a draft that get no row yet; returns how many ids."""
+        ids = 0
+        for tier, states, tables in zip(
+            self.tiers, self.tables, draft.tables, strict=True
+        ):
+            for state, table in zip(states, tables, strict=True):
+                if state.gate.is_open or not table.new:
+                    continue
+                new, keys = state.new(table)
+                if tier.disk is not None:  # those have a row
+                    absent = ~self._on_disk(tier, state, keys)
+                    new, keys = new[absent], keys[absent]
+                counts = draft.occurrences(table)[new]
+                admitted = state.gate.admits(keys, counts, step)
+                table.asked = keys, counts, admitted
+                hidden = np.zeros(table.unique, bool)
+                hidden[new[~admitted]] = True
+                if hidden.any():
+                    ids += draft.hide(table, hidden)
+                    state.drop(table, hidden)
+        return ids
+
     def _beyond(self, draft: Draft, problems: list[str]):
         """The new keys that full tables have no room for; or what is wrong with that."""
         full = []
@@ -123,7 +189,7 @@ class Drafter:
                     # keys on disk have a row; so may those that are to come
                     earlier = tier.residents.coming.new_keys(state.number)
                     known = self._on_disk(tier, state, earlier)
-                    on_disk = self._on_disk(tier, state, state.new_keys(table))
+                    on_disk = self._on_disk(tier, state, state.new(table)[1])
                     hidden = state.beyond(table, int(known.sum()), on_disk)
                 if hidden is None:
                     continue
@@ -147,7 +213,7 @@ class Drafter:
         for states, tables in zip(self.tables, draft.tables, strict=True):
             for state, table in zip(states, tables, strict=True):
                 if table.new:
-                    state.forget_new(table.entries)
+                    state.forget_new(table)
 
     def lacking(self, draft: Draft, first_step: int) -> PlanError | None:
         """What is wrong if a draft's rows do not fit on the devices with the window's."""
@@ -191,12 +257,17 @@ class Drafter:
             residents = tier.residents
             for state, table in zip(states, tables, strict=True):
                 residents.coming.reserve(table.unique)
+                policy = state.table.spec.show_click
+                amounts = _ONES if policy is None else draft.scores(table, policy)
+                if table.asked is not None:
+                    forgotten = state.gate.passed(*table.asked)
+                    draft.counters["forgotten_candidates"] += forgotten
                 before = residents.coming.count
                 residents.coming.count = commit(
                     state.index.table, table.entries, table.unique, state.table.owner,
                     tier.owners, state.number, step, first_step, residents.max_uses,
-                    residents.slots, residents.words, residents.pinned, table.where,
-                    table.owners, residents.coming.columns, before,
+                    amounts, residents.slots, residents.words, residents.pinned,
+                    table.where, table.owners, residents.coming.columns, before,
                 )  # fmt: skip
                 state.rows += table.new
                 came = residents.coming.count - before

@@ -19,7 +19,7 @@ HEADER = np.dtype(
         ("key", np.uint64),  # salted
         ("table", np.int32),  # its number; FREE for none
         ("last_step", np.int32),  # that used the row
-        ("steps_used", np.uint32),  # how many did
+        ("tally", np.uint32),  # how many did; or a ShowClick score
         ("flight", np.int32),  # write-back that is to bring the record; 0: it is there
         ("place", np.int32),  # row of that write-back
         ("uses", np.int32),  # see `sweep_cold`
@@ -67,14 +67,14 @@ def store_headers(
         h.key = slot.key
         h.table = slot.table
         h.last_step = steps[i]
-        h.steps_used = slot.steps_used
+        h.tally = slot.tally
         h.flight = flight
         h.place = places[i]
-        h.uses = 0 if slot.steps_used < 2 else 1
+        h.uses = 0 if slot.tally < 2 else 1
 
 
 @numba.njit(nogil=True, cache=True)
-def take_records(headers, words, records, rows, out, places, steps_used, flights):
+def take_records(headers, words, records, rows, out, places, tallies, flights):
     """Copies the records that are there to where they are wanted.
 
     Args:
@@ -83,7 +83,7 @@ def take_records(headers, words, records, rows, out, places, steps_used, flights
       rows: int32 [n].
       out: int32 [m, words], out.
       places: int64 [n], rows of `out`.
-      steps_used: uint32 [n], out.
+      tallies: uint32 [n], out.
       flights: int32 [n], out: write-backs that the others are still in, else 0.
 
     Returns:
@@ -104,7 +104,7 @@ def take_records(headers, words, records, rows, out, places, steps_used, flights
         for i in range(start, stop):
             r = rows[i]
             h = headers[r]
-            steps_used[i] = h.steps_used
+            tallies[i] = h.tally
             flights[i] = h.flight
             if h.flight != 0:
                 late += 1
@@ -200,6 +200,11 @@ class HostRows:
 
     def __len__(self) -> int:
         return self._used - self._free_count
+
+    @property
+    def used(self) -> np.ndarray:
+        """The headers of all rows that have ever been taken, [n] of HEADER."""
+        return self.headers[: self._used]
 
     @property
     def bytes(self) -> int:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardjax.embed.eviction import Evicted
 from shardjax.embed.exchange import gather_rows, scatter_rows
 from shardjax.embed.groups import Group
 from shardjax.embed.spec import Initializer
@@ -133,6 +134,7 @@ class Move:
       places: int32 [rows that come]: of those that come back, place in `stored`, -1 for
         those that are new.
       owners: int32 [rows that come].
+      evicted: rows that leave for good, before all else.
     """
 
     group: int
@@ -143,6 +145,7 @@ class Move:
     tables: np.ndarray
     places: np.ndarray
     owners: np.ndarray
+    evicted: tuple[Evicted, ...] = ()
 
 
 def padded(parts: Sequence[np.ndarray], smallest: int = 512) -> np.ndarray:

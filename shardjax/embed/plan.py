@@ -22,7 +22,7 @@ same order.
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -31,16 +31,24 @@ import numpy as np
 from shardjax.embed.disk_rows import DiskFolder
 from shardjax.embed.draft import Draft, TableDraft, TableState
 from shardjax.embed.drafting import Drafter, PlanError as PlanError
+from shardjax.embed.eviction import Evicted, is_due
 from shardjax.embed.groups import Group
 from shardjax.embed.index import mix64
 from shardjax.embed.jagged import Jagged
 from shardjax.embed.layout import GroupLayout, rung
 from shardjax.embed.moves import Fill, Move
+from shardjax.embed.policies import Eviction
 from shardjax.embed.residents import resolve
 from shardjax.embed.routes import Routes
 from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.storage import Storage
 from shardjax.embed.tier import Tier
+
+# features and examples, or features, examples and clicks
+WindowBatch = (
+    tuple[Mapping[str, np.ndarray | Jagged], int]
+    | tuple[Mapping[str, np.ndarray | Jagged], int, np.ndarray | None]
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class Planner:
         self.devices = devices
         mixed = np.uint64(mix64(np.uint64((seed + 0x9E3779B97F4A7C15) % 2**64)))
         self.tables = [
-            [TableState(n, t, devices) for n, t in enumerate(group.tables)]
+            [TableState(n, t, devices, mixed) for n, t in enumerate(group.tables)]
             for group in groups
         ]
         self._folder = None
@@ -122,8 +130,13 @@ class Planner:
         self.storage = storage
         self._planned = 0
         self._applied = 0
+        self._evicted_before = 0  # a step: policies have looked for rows
+        self._evicted_rows = 0  # that no plan has counted yet
         self._version = 0
         self._broken = ""
+        self._evictions = [
+            p for s in self.tables for t in s for p in t.table.spec.evictions
+        ]
         self._pending: deque[Plan] = deque()
         self._rungs: dict[tuple, int] = {}
         self._planning = threading.Lock()  # the index, and where rows are as planned
@@ -159,37 +172,45 @@ class Planner:
         self,
         features: Mapping[str, np.ndarray | Jagged],
         batch: int,
+        clicks: np.ndarray | None = None,
         *,
         train: bool,
+        admit: bool = False,
     ) -> Plan:
         """Plans one batch.
 
         Args:
           features: by name: integers [batch] for one key per example, or `Jagged`.
           batch: examples.
+          clicks: float [batch], labels of the examples in [0, 1]; for tables with the
+            policy ShowClick.
           train: whether unknown keys get a row. Otherwise nothing is inserted, and an
             unknown key reads zeros.
+          admit: whether every unknown key gets one, whatever its table's `admit` says.
 
         Raises:
           PlanError: for ids outside a fixed vocabulary or a full table, unless their
-            spec permits it, or rows that do not fit on the devices. The planner is as
-            before, also after the other errors.
+            spec permits it, rows that do not fit on the devices, or bad clicks. The
+            planner is as before, also after the other errors.
           ValueError: for a feature that is missing, does not have `batch` examples or
             has a sequence that is too long.
           TypeError: for keys that are not integers.
         """
         if train:
-            return next(self.plan_window([(features, batch)]))
+            return next(self.plan_window([(features, batch, clicks)], admit=admit))
         with self._planning, self._state:
             return self._plan_evaluation(features, batch)
 
     def plan_window(
-        self, batches: Sequence[tuple[Mapping[str, np.ndarray | Jagged], int]]
+        self, batches: Sequence[WindowBatch], *, admit: bool = False
     ) -> Iterator[Plan]:
         """Plans training batches whose rows shall be on the devices together.
 
+        A window ends before a step at which rows leave for good.
+
         Args:
-          batches: (features, batch) each, as of `plan`.
+          batches: (features, batch) or (features, batch, clicks) each, as of `plan`.
+          admit: as of `plan`.
 
         Returns:
           An iterator over their plans, in order; all must be carried out. If the rows
@@ -205,14 +226,20 @@ class Planner:
             with self._planning:
                 self._raise_failure()
                 first_step = self._planned + 1
+                self._evict_if_due(first_step)
                 drafts: list[Draft] = []
                 for tier in self.tiers:
                     tier.residents.begin()
                 while waiting and error is None:
+                    step = first_step + len(drafts)
+                    if drafts and self._due(step):
+                        break
+                    features, batch, *clicks = waiting[0]
                     try:
                         draft = self.drafter.draft(
-                            *waiting[0], self._examples(True), train=True
-                        )
+                            features, batch, self._examples(True), step, *clicks,
+                            admit=admit,
+                        )  # fmt: skip
                     except (TypeError, ValueError) as problem:
                         error = problem
                         break
@@ -224,7 +251,7 @@ class Planner:
                         shortened = True
                         break
                     self._size(True, ("examples",), draft.examples, draft.examples)
-                    self.drafter.commit(draft, first_step, first_step + len(drafts))
+                    self.drafter.commit(draft, first_step, step)
                     drafts.append(draft)
                     waiting.popleft()
                 try:
@@ -235,6 +262,47 @@ class Planner:
             yield from plans
             if error is not None:
                 raise error
+
+    def _due(self, step: int) -> bool:
+        """Whether rows may leave for good before a step."""
+        return any(is_due(p, step) for p in self._evictions)
+
+    def _evict_if_due(self, step: int) -> None:
+        """Takes out the rows that leave before a step, once."""
+        for tier in self.tiers:
+            tier.departures.clear()
+        if step == self._evicted_before or not self._due(step):
+            return
+        self._evicted_before = step
+        self._evict(step, lambda policy: is_due(policy, step))
+
+    def _evict(self, step: int, chosen: Callable[[Eviction], bool]) -> dict[str, int]:
+        """Takes out rows by the chosen policies; returns how many of each table."""
+        counts = {}
+        try:
+            for tier, states in zip(self.tiers, self.tables, strict=True):
+                for state in states:
+                    policies = [p for p in state.table.spec.evictions if chosen(p)]
+                    if policies:
+                        n = tier.departures.evict(state.number, policies, step)
+                        state.rows -= n
+                        self._evicted_rows += n
+                        counts[state.table.spec.name] = n
+        except BaseException as problem:
+            self._broken = repr(problem)
+            raise
+        return counts
+
+    def shrink(self) -> dict[str, int]:
+        """Lets rows leave by all policies now; see `EmbeddingCollection.shrink`."""
+        with self._planning:
+            self._raise_failure()
+            return self._evict(self._planned + 1, lambda policy: True)
+
+    def read_evicted(self, g: int, evicted: Evicted, at: np.ndarray) -> np.ndarray:
+        """Records of evicted rows, numbers int64 [n], in RAM or on disk."""
+        with self._planning:
+            return self.tiers[g].departures.read(evicted, at)
 
     def _raise_failure(self) -> None:
         """Raises why planning cannot go on; or, once, why rows that should have gone to
@@ -258,6 +326,8 @@ class Planner:
             for g, tier in enumerate(self.tiers)
         ]
         self.drafter.count_disk_hits(drafts, [c[3] for c in closed])
+        drafts[0].counters["evicted_rows"] = self._evicted_rows
+        self._evicted_rows = 0
         plans = []
         for n, draft in enumerate(drafts):
             moves = tuple(c[1][n] for c in closed if c[1][n] is not None)
@@ -311,7 +381,7 @@ class Planner:
         )
 
     def _plan_evaluation(self, features, batch: int) -> Plan:
-        draft = self.drafter.draft(features, batch, self._examples(False), train=False)
+        draft = self.drafter.draft(features, batch, self._examples(False), 0)
         self._size(False, ("examples",), draft.examples, draft.examples)
         overlays = []
         try:
@@ -366,6 +436,7 @@ class Planner:
                 host, disk = tier.host, tier.disk
                 rows = sum(s.rows for s in states)
                 elsewhere = [0 if x is None else len(x) for x in (host, disk)]
+                elsewhere[0] -= tier.departures.in_ram
                 found[group.name] = {
                     "tables": len(states),
                     "rows": rows,
@@ -374,6 +445,7 @@ class Planner:
                     "disk_rows": elsewhere[1],
                     "host_bytes": 0 if host is None else host.bytes,
                     "index_bytes": tier.found_by,
+                    "candidates": sum(s.gate.candidates for s in states),
                     "disk_bytes": 0 if disk is None else disk.file_bytes,
                 }
             return found
@@ -386,14 +458,17 @@ class Planner:
         if self._folder is not None:
             self._folder.close()
 
-    def keys_on_disk(self, g: int, state: TableState) -> np.ndarray:
-        """Salted keys of a table that are on disk, uint64 [n]."""
-        disk = self.tiers[g].disk
-        if disk is None:
-            return np.zeros(0, np.uint64)
+    def keys_elsewhere(self, g: int, state: TableState) -> np.ndarray:
+        """Salted keys of a table, uint64 [n], that have a row and may not be in the
+        index: on disk, or about to leave for good."""
+        tier = self.tiers[g]
         with self._planning:
-            parts = [keys[tables == state.number] for keys, tables in disk.keys()]
-        return np.concatenate([np.zeros(0, np.uint64), *parts])
+            parts = [tier.departures.keys(state.number)]
+            if tier.disk is not None:
+                parts += [
+                    keys[tables == state.number] for keys, tables in tier.disk.keys()
+                ]
+        return np.concatenate(parts)
 
     @property
     def started(self) -> bool:
@@ -445,6 +520,6 @@ class Planner:
             while self._pending and self._pending[0].sequence <= plan.sequence:
                 moves.extend(self._pending.popleft().moves)
             self._applied = plan.sequence
-            self._version += any(m.write_back is not None for m in moves)
+            self._version += any(m.write_back or m.evicted for m in moves)
             self.applied = list(plan.slots_used)
             yield tuple(moves)

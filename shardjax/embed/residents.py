@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 
+from shardjax.embed.eviction import MOST_TALLY
 from shardjax.embed.index import HOST, NEW, PENDING, prefetch
 from shardjax.embed.storage import Storage
 from shardjax.embed.translate import owner_of
@@ -23,7 +24,7 @@ SLOT = np.dtype(
     [
         ("key", np.uint64),  # salted
         ("last_step", np.int32),  # that uses the row; FREE for a slot without one
-        ("steps_used", np.uint32),  # how many steps have
+        ("tally", np.uint32),  # how many steps have; or a ShowClick score
         ("table", np.int32),  # its number
         ("uses", np.int32),  # lately, see `sweep`
     ]
@@ -84,7 +85,7 @@ def survey(
 @numba.njit(nogil=True, cache=True)
 def commit(
     table, unique_entry, unique, single_owner, devices, number, step, first_step,
-    max_uses, slots, words, pinned, where, owners, coming, count,
+    max_uses, amounts, slots, words, pinned, where, owners, coming, count,
 ):  # fmt: skip
     """Takes a batch into the window.
 
@@ -92,6 +93,7 @@ def commit(
       number: of the table in its group.
       step: of the batch.
       max_uses: how far `uses` counts.
+      amounts: int64 [..] that the rows' tallies grow by; none: 1 each.
       slots, words: of `survey`, in and out.
       pinned: int64 [owners], in and out: rows that the window has or will have.
       where: int64 [..], in and out: -1 for a key that stays without a row; of the others,
@@ -103,7 +105,7 @@ def commit(
     Returns:
       The new count.
     """
-    keys, tables, row_owners, sources, steps, used = coming
+    keys, tables, row_owners, sources, steps, used, tallies = coming
     tracked = slots.shape[1] > 0
     for start in range(0, unique, _BLOCK):
         stop = min(start + _BLOCK, unique)
@@ -130,7 +132,8 @@ def commit(
                     if slot.last_step < first_step:
                         pinned[owner] += 1
                     slot.last_step = step
-                    slot.steps_used += 1
+                    amount = amounts[g] if amounts.shape[0] else 1
+                    slot.tally = min(slot.tally + amount, MOST_TALLY)
                     if slot.uses < max_uses:
                         slot.uses += 1
             elif code < PENDING or code == NEW:
@@ -141,6 +144,7 @@ def commit(
                 sources[count] = where[g]
                 steps[count] = step
                 used[count] = 1
+                tallies[count] = amounts[g] if amounts.shape[0] else 1
                 table[i, 1] = (PENDING | np.uint64(count)) << _32 | (table[i, 1] & _LOW)
                 where[g] = np.int64(PENDING | np.uint64(count))
                 pinned[owner] += 1
@@ -149,6 +153,7 @@ def commit(
                 at = np.int64(code - PENDING)
                 steps[at] = step
                 used[at] += 1
+                tallies[at] += amounts[g] if amounts.shape[0] else 1
     return count
 
 
@@ -187,36 +192,37 @@ def sweep(slots, first_step, hand, used, wanted, out, out_steps):
 
 @numba.njit(nogil=True, cache=True)
 def seat(
-    coming, start, count, taken, next_slot, capacity, left, seats, slots, before,
+    coming, start, count, taken, next_slot, left, left_count, seats, slots, before,
     max_uses,
 ):  # fmt: skip
-    """Gives each row that comes a slot: one never used, or one just left.
+    """Gives each row that comes a slot: one that is free, or one never used.
 
     Args:
       start, count: which rows of `coming`.
       taken: int64 [owners], in and out: how many of `left` have been used.
-      left: int32 [owners, ..] slots of rows that leave, in the order to be used.
+      left: int32 [owners, ..] free slots, in the order to be used.
+      left_count: int64 [owners], how many those are.
       seats: int32 [count], out: the slots.
       slots: of `survey`, in and out.
-      before: uint32 [count]: steps that have used each row in its earlier places.
+      before: uint32 [count]: tally of each row in its earlier places.
     """
-    keys, tables, owners, _, steps, used = coming
+    keys, tables, owners, _, steps, used, tallies = coming
     tracked = slots.shape[1] > 0
     for n in range(start, count):
         o = owners[n]
-        if next_slot[o] < capacity:
-            at = next_slot[o]
-            next_slot[o] = at + 1
-        else:
+        if taken[o] < left_count[o]:
             at = left[o, taken[o]]
             taken[o] += 1
+        else:
+            at = next_slot[o]
+            next_slot[o] = at + 1
         seats[n] = at
         if tracked:
             slot = slots[o, at]
             slot.key = keys[n]
             slot.table = tables[n]
             slot.last_step = steps[n]
-            slot.steps_used = before[n] + used[n]
+            slot.tally = min(np.int64(before[n]) + tallies[n], MOST_TALLY)
             slot.uses = min(used[n] - 1, max_uses)
 
 
@@ -248,7 +254,9 @@ class Coming:
         if needed <= self._room:
             return
         room = max(2 * self._room, needed)
-        kinds = (np.uint64, np.int32, np.int32, np.int64, np.int32, np.uint32)
+        kinds = (
+            np.uint64, np.int32, np.int32, np.int64, np.int32, np.uint32, np.int64,
+        )  # fmt: skip
         columns = tuple(np.empty(room, kind) for kind in kinds)
         for new, old in zip(columns, self.columns, strict=False):
             new[: self.count] = old[: self.count]
@@ -282,6 +290,11 @@ class Coming:
 class Residents:
     """The slots of one slab on each of its owners.
 
+    Args:
+      owners: how many.
+      storage: of the rows; None for all on the devices.
+      tracked: whether to know more of the rows than their number.
+
     Attributes:
       capacity: slots per owner, None if the slab grows.
       next_slot: int32 [owners], the first slot never used.
@@ -289,18 +302,35 @@ class Residents:
       pinned: int64 [owners], rows of that window.
     """
 
-    def __init__(self, owners: int, storage: Storage | None):
+    def __init__(self, owners: int, storage: Storage | None, tracked: bool):
         self.owners = owners
         self.capacity = None if storage is None else -(-storage.device_rows // owners)
         self.next_slot = np.zeros(owners, np.int32)
         self.coming = Coming()
         self.pinned = np.zeros(owners, np.int64)
         self.max_uses = MAX_USES["lfu" if storage is None else storage.keep]
-        n = self.capacity or 0
-        self.slots = np.zeros((owners, n), SLOT)
-        self.slots["last_step"] = FREE
-        self.words = self.slots.view(np.int64).reshape(owners * n, 3)
+        self.slots = np.zeros((owners, 0), SLOT)
+        self.words = np.zeros((0, 3), np.int64)
         self._hand = np.zeros(owners, np.int64)
+        self._free = [np.zeros(0, np.int32)] * owners
+        self.tracked = tracked
+        if tracked:
+            self._reserve(self.capacity or 1024)
+
+    def _reserve(self, slots: int) -> None:
+        """Makes room to know of `slots` slots per owner."""
+        known = self.slots
+        self.slots = np.zeros((self.owners, slots), SLOT)
+        self.slots["last_step"] = FREE
+        self.slots[:, : known.shape[1]] = known
+        self.words = self.slots.view(np.int64).reshape(self.owners * slots, 3)
+
+    def free(self, owners: np.ndarray, slots: np.ndarray) -> None:
+        """Takes the rows out of slots, int32 [n] each."""
+        self.slots["last_step"][owners, slots] = FREE
+        for o in np.unique(owners):
+            freed = slots[owners == o].astype(np.int32)
+            self._free[o] = np.concatenate([self._free[o], freed])
 
     def begin(self) -> None:
         """Starts a window."""
@@ -328,7 +358,7 @@ class Residents:
         for o in range(self.owners):
             wanted = 0
             if self.capacity is not None:
-                room = self.capacity - int(self.next_slot[o])
+                room = self.capacity - int(self.next_slot[o]) + len(self._free[o])
                 wanted = max(int(coming[o]) - room, 0)
             out, out_steps = np.empty((2, wanted), np.int32)
             if wanted:
@@ -347,25 +377,33 @@ class Residents:
 
         Args:
           left: of `leave`.
-          before: uint32 [count]: steps that have used each row in its earlier places.
+          before: uint32 [count]: tally of each row in its earlier places.
           ends: where parts of them end.
 
         Returns:
           The slots, int32 [count]; and `next_slot` after each part.
         """
-        longest = max((len(x) for x in left), default=0)
-        places = np.zeros((self.owners, longest), np.int32)
-        for o, x in enumerate(left):
+        coming = np.bincount(self.coming.owners, minlength=self.owners)
+        room = []
+        for o, free in enumerate(self._free):
+            n = min(len(free), int(coming[o]))
+            self._free[o] = free[: len(free) - n]
+            room.append(np.concatenate([free[len(free) - n :], left[o]]))
+        counts = np.array([len(x) for x in room], np.int64)
+        places = np.zeros((self.owners, int(counts.max())), np.int32)
+        for o, x in enumerate(room):
             places[o, : len(x)] = x
+        most = int((self.next_slot + np.maximum(coming - counts, 0)).max())
+        if self.tracked and most > self.slots.shape[1]:
+            self._reserve(max(2 * self.slots.shape[1], most))
         seats = np.empty(self.coming.count, np.int32)
         taken = np.zeros(self.owners, np.int64)
-        capacity = 2**30 if self.capacity is None else self.capacity
         used = []
         start = 0
         for end in ends:
             seat(
-                self.coming.columns, start, end, taken, self.next_slot, capacity,
-                places, seats, self.slots, before, self.max_uses,
+                self.coming.columns, start, end, taken, self.next_slot, places,
+                counts, seats, self.slots, before, self.max_uses,
             )  # fmt: skip
             used.append(self.next_slot.copy())
             start = end

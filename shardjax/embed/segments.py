@@ -2,7 +2,7 @@
 
 A segment file is nothing but records of int32 words, in the order of `mix64(key)`::
 
-    key (2 words) | table | last_step | steps_used | checksum | the row's words
+    key (2 words) | table | last_step | tally | checksum | the row's words
 
 In RAM a segment has, per bucket of about 16 records that are neighbours by hash, where it
 starts; per record 12 bits of its hash; and one bit that says whether it is dead: less than
@@ -14,7 +14,7 @@ no tombstones, and compaction copies what lives.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,9 @@ import numpy as np
 from numba.core import types
 
 from shardjax.embed.index import mix64, prefetch
+
+# keys (uint64), last steps (int32) and tallies (uint32) of some rows, [n] each
+Facts = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 HEADER_WORDS = 6
 BUCKET = 16
@@ -63,7 +66,7 @@ def hash_keys(keys, out):
 
 
 @numba.njit(nogil=True, cache=True)
-def _write_records(order, keys, tables, last_step, steps_used, rows, out):
+def _write_records(order, keys, tables, last_step, tallies, rows, out):
     for n in range(order.shape[0]):
         i = order[n]
         record = out[n]
@@ -71,7 +74,7 @@ def _write_records(order, keys, tables, last_step, steps_used, rows, out):
         record[1] = np.int32(np.uint32(keys[i] >> _32))
         record[2] = tables[i]
         record[3] = last_step[i]
-        record[4] = np.int32(steps_used[i])
+        record[4] = np.int32(tallies[i])
         for w in range(rows.shape[1]):
             record[HEADER_WORDS + w] = rows[i, w]
         record[5] = _checksum(record)
@@ -218,6 +221,8 @@ class Segment:
       bits: uint8 [3 * count / 2].
       dead: uint8 [count / 8], bits.
       dead_count: how many are.
+      oldest: the least `last_step` of the records.
+      readers: how many read records that are dead.
     """
 
     path: Path
@@ -228,6 +233,8 @@ class Segment:
     bits: np.ndarray
     dead: np.ndarray
     dead_count: int = 0
+    oldest: int = 0
+    readers: int = 0
 
     @property
     def live(self) -> int:
@@ -245,13 +252,13 @@ class Segment:
         return self.starts.nbytes + self.bits.nbytes + self.dead.nbytes
 
     @classmethod
-    def write(cls, path: Path, keys, tables, last_step, steps_used, rows) -> "Segment":
+    def write(cls, path: Path, keys, tables, last_step, tallies, rows) -> "Segment":
         """Writes a new file.
 
         Args:
           path: of the file; it must not exist.
           keys: uint64 [n], salted; with `tables`, int32 [n], unique.
-          last_step, steps_used: int32 and uint32 [n].
+          last_step, tallies: int32 and uint32 [n].
           rows: int32 [n, words].
 
         Raises:
@@ -270,7 +277,7 @@ class Segment:
             for start in range(0, count, chunk):
                 part = order[start : start + chunk]
                 out = np.empty((len(part), words), np.int32)
-                _write_records(part, keys, tables, last_step, steps_used, rows, out)
+                _write_records(part, keys, tables, last_step, tallies, rows, out)
                 view = out.reshape(-1).view(np.uint8).data
                 while view:
                     view = view[os.write(fd, view) :]
@@ -279,7 +286,8 @@ class Segment:
             path.unlink(missing_ok=True)
             raise
         dead = np.zeros((count + 7) // 8, np.uint8)
-        return cls(path, fd, count, words, starts, bits, dead)
+        oldest = int(last_step.min()) if count else 0
+        return cls(path, fd, count, words, starts, bits, dead, oldest=oldest)
 
     def find(self, wanted, keys, tables, hashes, out, records, run: Callable) -> None:
         """Looks up some keys.
@@ -347,6 +355,37 @@ class Segment:
             self.fail(int(numbers[live][bad]), "has changed")
         return numbers[live], records
 
+    def facts(self, table: int) -> Iterator[tuple[np.ndarray, Facts]]:
+        """Numbers, int64 [n], of the live records of a table, and what is known of
+        them, in parts."""
+        chunk = max((4 << 20) // (self.words * 4), 1)
+        for start in range(0, self.count, chunk):
+            stop = min(start + chunk, self.count)
+            numbers, records = self.live_records(start, stop)
+            own = records[:, 2] == table
+            records = records[own]
+            keys = np.ascontiguousarray(records[:, :2]).view(np.uint64)[:, 0]
+            tallies = records[:, 4].copy().view(np.uint32)
+            yield numbers[own], (keys, records[:, 3].copy(), tallies)
+
+    def read(self, numbers: np.ndarray) -> np.ndarray:
+        """The words, int32 [n, words], of the rows of records, int64 [n], also dead ones.
+
+        Raises:
+          CorruptSegmentError: for a record that is cut off or changed.
+        """
+        size = self.words * 4
+        records = np.empty((len(numbers), self.words), np.int32)
+        for i, n in enumerate(numbers.tolist()):
+            data = os.pread(self.fd, size, n * size)
+            if len(data) != size:
+                self.fail(n, "is cut off")
+            records[i] = np.frombuffer(data, np.int32)
+        bad = _verify(records)
+        if bad >= 0:
+            self.fail(int(numbers[bad]), "has changed")
+        return records[:, HEADER_WORDS:]
+
     def delete(self) -> None:
         """Closes and removes the file."""
         os.close(self.fd)
@@ -359,11 +398,11 @@ class Found:
 
     Attributes:
       mask: bool [n], which keys.
-      last_step, steps_used: int32 and uint32 [n].
+      last_step, tallies: int32 and uint32 [n].
       rows: int32 [n, words]; undefined where the mask is false.
     """
 
     mask: np.ndarray
     last_step: np.ndarray = field(repr=False)
-    steps_used: np.ndarray = field(repr=False)
+    tallies: np.ndarray = field(repr=False)
     rows: np.ndarray = field(repr=False)

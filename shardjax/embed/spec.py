@@ -10,6 +10,14 @@ import numpy as np
 import optax
 
 from shardjax.embed.optimizers import rowwise_adagrad
+from shardjax.embed.policies import (
+    Admission,
+    Always,
+    Eviction,
+    Never,
+    ShowClick,
+    check_policies,
+)
 
 Placement = Literal["row_wise", "table_wise", "data_parallel"]
 Combiner = Literal["sum", "mean", "sqrtn", "none"]
@@ -82,6 +90,12 @@ class TableSpec:
       dtype: of the rows.
       on_full: a key that meets a full table is an error, or with "reject" reads zeros
         and trains nothing (counted as `rejected`).
+      admit: which keys get a row: `Always()`, `MinCount(n)` or `Probability(p)`.
+      evict: which rows leave for good: `Never()`, `TTL(steps)`, `LRU(rows)`, `LFU(rows)`,
+        `ShowClick(...)`, or a tuple of them, applied in its order.
+      on_evict: called with each part of the rows that leave, `f(table name, keys, uint64
+        [n], rows, [n, dim], row_state, a list of [n, ...])`, before the step at which
+        they are gone. It must not raise.
 
     Example:
       >>> TableSpec("item", dim=16, capacity=1_000_000).placement
@@ -97,6 +111,11 @@ class TableSpec:
     initializer: Initializer = uniform(0.01)
     dtype: Any = np.float32
     on_full: Literal["error", "reject"] = "error"
+    admit: Admission = Always()
+    evict: Eviction | tuple[Eviction, ...] = Never()
+    on_evict: Callable[[str, np.ndarray, np.ndarray, list[np.ndarray]], None] | None = (
+        None
+    )
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
@@ -135,6 +154,27 @@ class TableSpec:
                 f"`optimizer` of {owner} must be an optax.GradientTransformation, got"
                 f" {self.optimizer!r}"
             )
+        check_policies(owner, self.admit, self.evict)
+        if self.on_evict is not None and not callable(self.on_evict):
+            raise TypeError(
+                f"`on_evict` of {owner} must be a function of (table, keys, rows,"
+                f" row_state), got {self.on_evict!r}"
+            )
+        if self.on_evict is not None and not self.evictions:
+            raise ValueError(
+                f"`on_evict` of {owner} is never called: no row leaves. Give it an `evict`"
+            )
+
+    @property
+    def evictions(self) -> tuple[Eviction, ...]:
+        """The policies of `evict`, none for `Never()`."""
+        return check_policies(f"table {self.name!r}", self.admit, self.evict)
+
+    @property
+    def show_click(self) -> ShowClick | None:
+        """The ShowClick policy among them."""
+        own = [x for x in self.evictions if isinstance(x, ShowClick)]
+        return own[0] if own else None
 
     @property
     def max_rows(self) -> int:

@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 import numba
 import numpy as np
 
+from shardjax.embed.departures import Departures
 from shardjax.embed.disk_rows import DiskFolder, DiskRows
+from shardjax.embed.eviction import Evicted
 from shardjax.embed.groups import Group
 from shardjax.embed.host_rows import (
     HostRows,
@@ -70,6 +72,7 @@ class Tier:
       host: what is in RAM; None if all rows are on the devices.
       disk: what is on disk, if anything may be.
       failure: why rows that should be on disk are in RAM.
+      departures: rows that leave for good.
     """
 
     def __init__(
@@ -87,7 +90,8 @@ class Tier:
         self.indexes = indexes
         self.owners = owners
         self.seed = seed
-        self.residents = Residents(owners, storage)
+        tracked = storage is not None or any(t.spec.evictions for t in group.tables)
+        self.residents = Residents(owners, storage, tracked)
         self.host = None if storage is None else HostRows(record_words(group))
         self.disk: DiskRows | None = None
         if folder is not None and self.host is not None:
@@ -95,6 +99,15 @@ class Tier:
         self.failure: OSError | None = None
         self._flying: dict[int, WriteBack] = {}
         self._flights = 0
+        self.departures = Departures(
+            owners,
+            [t.owner for t in group.tables],
+            indexes,
+            self.residents,
+            self.host,
+            self.disk,
+            self._read,
+        )
 
     def land(self) -> None:
         """Takes in the write-backs that have arrived."""
@@ -128,12 +141,13 @@ class Tier:
           first step, a new row comes before the first step that uses it.
         """
         residents, coming = self.residents, self.residents.coming
-        if not coming.count:
+        if not coming.count and not self.departures.waiting:
             used = residents.next_slot.copy()
             nothing = np.zeros(0, np.int32)
             moves = [None] * len(ends)
             return nothing, moves, [used] * len(ends), nothing.astype(bool)
         self.land()
+        evicted = self.departures.take()
         new = coming.sources == int(NEW)
         from_disk = np.zeros(coming.count, bool)
         found = None
@@ -160,7 +174,7 @@ class Tier:
             arrivals = fresh
             if not moves and stored is not None:
                 arrivals = np.concatenate([np.flatnonzero(~new), fresh])
-            if self.host is None:  # nobody keeps track
+            if not residents.tracked:
                 arrivals = fresh[:0]
             move = Move(
                 self.number,
@@ -171,8 +185,9 @@ class Tier:
                 coming.tables[arrivals],
                 places[arrivals],
                 coming.owners[arrivals],
+                () if moves else evicted,
             )
-            something = move.write_back or move.stored or fills
+            something = move.write_back or move.stored or fills or move.evicted
             moves.append(move if something else None)
             start = end
         return slots, moves, used, from_disk
@@ -192,7 +207,7 @@ class Tier:
                 keys,
                 tables,
                 headers["last_step"].copy(),
-                headers["steps_used"].copy(),
+                headers["tally"].copy(),
                 self.host.records[chosen],
             )
         except OSError as error:
@@ -244,7 +259,7 @@ class Tier:
 
         Returns:
           Them, without their slots; the place of each row that comes in them, int32, -1
-          for those that are new; and the steps that have used each, uint32.
+          for those that are new; and the tally of each, uint32.
         """
         coming = self.residents.coming
         places = np.full(coming.count, -1, np.int32)
@@ -266,17 +281,17 @@ class Tier:
             flat[coming.owners[disk] * np.int64(n) + places[disk]] = found.rows[
                 found.mask
             ]
-            before[disk] = found.steps_used[found.mask]
+            before[disk] = found.tallies[found.mask]
             back = back[~from_disk[back]]
         owners = coming.owners[back]
         rows = (coming.sources[back] - int(HOST)).astype(np.int32)
         flights = np.empty(len(rows), np.int32)
-        steps_used = np.empty(len(rows), np.uint32)
+        tallies = np.empty(len(rows), np.uint32)
         late = take_records(
             host.headers, host.header_words, host.records, rows, flat,
-            owners * np.int64(n) + places[back], steps_used, flights,
+            owners * np.int64(n) + places[back], tallies, flights,
         )  # fmt: skip
-        before[back] = steps_used
+        before[back] = tallies
         for number, write_back in self._flying.items() if late else ():
             own = np.flatnonzero(flights == number)
             if len(own):
@@ -333,15 +348,18 @@ class Tier:
         """
         resident = (where >= 0) & (where < int(HOST))
         slots = np.where(resident, where, -1).astype(np.int32)
-        if self.host is None:
+        if not self.residents.tracked:
             slots[resident & (slots >= applied[owners])] = -1
             return slots, np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
         self.land()
         in_ram = (where >= int(HOST)) & (where < int(PENDING))
         rows = np.where(in_ram, where - int(HOST), -1)
         source: list[Stored | None] = [None]
-        held = np.zeros(len(keys), np.int64)  # number of the `Stored` that has it
+        # what has it: 0 none, from 1 a number of a `Stored`, -1 the disk, from -2 down
+        # the number of an `Evicted`
+        held = np.zeros(len(keys), np.int64)
         places = np.zeros(len(keys), np.int64)
+        leaving: list[Evicted] = []
         for move in reversed(waiting):
             at, found = _find(table, keys, move.tables, move.keys)
             source.append(move.stored)
@@ -354,6 +372,12 @@ class Tier:
                 at, found = _find(table, keys, back.tables, back.keys)
                 slots[at] = back.slots[back.owners[found], back.places[found]]
                 rows[at], held[at] = -1, 0
+            for evicted in reversed(move.evicted):
+                at, found = _find(table, keys, evicted.tables, evicted.keys)
+                leaving.append(evicted)
+                slots[at], rows[at] = evicted.slots[found], -1
+                held[at] = np.where(slots[at] < 0, -1 - len(leaving), 0)
+                places[at] = found
         on_disk = None
         unknown = np.flatnonzero((slots < 0) & (rows < 0) & (held == 0))
         if self.disk is not None and len(unknown):
@@ -361,9 +385,13 @@ class Tier:
             on_disk = self.disk.read(keys[unknown], tables)
             held[unknown[on_disk.mask]] = -1
         elsewhere = np.flatnonzero((rows >= 0) | (held != 0))
-        records = np.empty((len(elsewhere), self.host.words), np.int32)
+        words = 1 if self.host is None else self.host.words
+        records = np.empty((len(elsewhere), words), np.int32)
         if on_disk is not None:
             records[held[elsewhere] == -1] = on_disk.rows[on_disk.mask]
+        for i, evicted in enumerate(leaving):
+            at = np.flatnonzero(held[elsewhere] == -2 - i)
+            records[at] = self.departures.read(evicted, places[elsewhere[at]])
         for i, stored in enumerate(source):
             if stored is not None:
                 at = np.flatnonzero(held[elsewhere] == i)
@@ -376,7 +404,8 @@ class Tier:
 
     def _read(self, rows: np.ndarray, owners: np.ndarray) -> np.ndarray:
         """Records of rows of the RAM tier, also those on their way."""
-        assert self.host is not None
+        if self.host is None:
+            return np.empty((0, 1), np.int32)
         records = self.host.records[rows]
         headers = self.host.headers[rows]
         for number in np.unique(headers["flight"][headers["flight"] > 0]):

@@ -200,6 +200,21 @@ def hide(hidden, local_unique, part):
 
 
 @numba.njit(nogil=True, cache=True)
+def tally(local_unique, part, amounts, out):
+    """Adds the amounts of a requester's ids to those of the table's unique keys.
+
+    Args:
+      local_unique: int32 [..]: the requester's unique keys.
+      part: int32 [n]: the requester's ids, of `translate`.
+      amounts: int64 [n].
+      out: int64 [unique], in and out.
+    """
+    for j in range(part.shape[0]):
+        if part[j] >= 0:
+            out[local_unique[part[j]]] += amounts[j]
+
+
+@numba.njit(nogil=True, cache=True)
 def route(local_unique, count, owners, send_count, place):
     """Places one (table, requester)'s unique keys in what its owners send.
 

@@ -46,7 +46,7 @@ def add(disk, keys, tables=None, version=0):
 
 
 def row_of(keys, tables, version):
-    """last_step, steps_used and numbers of rows, functions of key, table and version."""
+    """last_step, tallies and numbers of rows, functions of key, table and version."""
     low = (keys & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
     rows = np.stack([low, tables, np.full(len(keys), version, np.int32)], 1)
     steps = (tables * 7 + version).astype(np.int32)
@@ -58,7 +58,7 @@ def check(found, keys, tables, version, mask):
     steps, used, rows = row_of(keys, tables, version)
     np.testing.assert_array_equal(found.rows[mask], rows[mask])
     np.testing.assert_array_equal(found.last_step[mask], steps[mask])
-    np.testing.assert_array_equal(found.steps_used[mask], used[mask])
+    np.testing.assert_array_equal(found.tallies[mask], used[mask])
 
 
 KEYS = st.one_of(st.integers(0, 40), st.integers(2**64 - 5, 2**64 - 1))

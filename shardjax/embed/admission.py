@@ -1,0 +1,182 @@
+"""Counting the occurrences of keys that have no row yet."""
+
+import logging
+import math
+
+import numba
+import numpy as np
+
+from shardjax.embed.index import Index, mix64
+from shardjax.embed.policies import Always, MinCount, Probability
+from shardjax.embed.segments import hash_keys
+
+_log = logging.getLogger(__name__)
+
+
+@numba.njit(nogil=True, cache=True)
+def _estimate(counters, hashes, keys, out):
+    """Writes how often each key seems to have been counted, int64 [n]."""
+    size = np.uint64(counters.shape[0])
+    for i in range(keys.shape[0]):
+        h = mix64(keys[i])
+        step = mix64(h) | np.uint64(1)
+        least = 255
+        for _ in range(hashes):
+            least = min(least, np.int64(counters[h % size]))
+            h += step
+        out[i] = least
+
+
+@numba.njit(nogil=True, cache=True)
+def _raise_to(counters, hashes, keys, counts):
+    """Raises the counters of keys to at least their counts, int64 [n]."""
+    size = np.uint64(counters.shape[0])
+    for i in range(keys.shape[0]):
+        h = mix64(keys[i])
+        step = mix64(h) | np.uint64(1)
+        count = min(counts[i], 255)
+        for _ in range(hashes):
+            at = h % size
+            if counters[at] < count:
+                counters[at] = count
+            h += step
+
+
+def lowest(scores: np.ndarray, keys: np.ndarray, count: int) -> np.ndarray:
+    """The `count` lowest of some scores, bool [n]; equal ones by a hash of their key.
+
+    Example:
+      >>> lowest(np.array([5, 2, 9]), np.array([1, 2, 3], np.uint64), 2).tolist()
+      [True, True, False]
+    """
+    if count <= 0:
+        return np.zeros(len(scores), bool)
+    if count >= len(scores):
+        return np.ones(len(scores), bool)
+    last = np.partition(scores, count - 1)[count - 1]
+    chosen = scores < last
+    ties = np.flatnonzero(scores == last)
+    hashes = np.empty(len(ties), np.uint64)
+    hash_keys(keys[ties], hashes)
+    chosen[ties[np.argsort(hashes)[: count - int(chosen.sum())]]] = True
+    return chosen
+
+
+class ExactCounts:
+    """Occurrences of up to `most_keys` keys."""
+
+    def __init__(self, most_keys: int):
+        self.most_keys = most_keys
+        self._counts = Index()
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def before(self, keys: np.ndarray) -> np.ndarray:
+        """How often each key has occurred, int64 [n]."""
+        return np.maximum(self._counts.lookup(keys), 0).astype(np.int64)
+
+    def set(self, keys: np.ndarray, counts: np.ndarray) -> int:
+        """Sets counts of keys; returns how many other keys were forgotten for it."""
+        self._counts.insert(keys, np.minimum(counts, 2**31 - 1))
+        forgotten = 0
+        if len(self._counts) > self.most_keys:
+            known, scores = self._counts.items()
+            forgotten = len(known) - self.most_keys // 2
+            self._counts.remove(known[lowest(scores, known, forgotten)])
+        return forgotten
+
+    def forget(self, keys: np.ndarray) -> None:
+        """Forgets keys, which have a row now."""
+        self._counts.remove(keys)
+
+
+class FilterCounts:
+    """Occurrences in a counting Bloom filter: never too few, at times too many."""
+
+    def __init__(self, most_keys: int, rate: float):
+        size = math.ceil(-most_keys * math.log(rate) / math.log(2) ** 2)
+        self.most_keys = most_keys
+        self._counters = np.zeros(max(size, 64), np.uint8)
+        self._hashes = max(round(-math.log2(rate)), 1)
+        self._seen = 0
+
+    def __len__(self) -> int:
+        return self._seen
+
+    def before(self, keys: np.ndarray) -> np.ndarray:
+        """How often each key seems to have occurred, int64 [n]."""
+        out = np.empty(len(keys), np.int64)
+        _estimate(self._counters, self._hashes, keys, out)
+        return out
+
+    def set(self, keys: np.ndarray, counts: np.ndarray) -> int:
+        """Raises the counts of keys; forgets none."""
+        was = self._seen
+        self._seen += int((self.before(keys) == 0).sum())
+        _raise_to(self._counters, self._hashes, keys, counts)
+        if was <= self.most_keys < self._seen:
+            _log.warning(
+                "a counting Bloom filter made for most_keys=%d has seen more: from now on"
+                " more keys than its false_positive_rate says get a row early. Give a"
+                " larger most_keys",
+                self.most_keys,
+            )
+        return 0
+
+    def forget(self, keys: np.ndarray) -> None:
+        """Nothing: others may share the counters."""
+
+
+class Gate:
+    """Decides which keys without a row get one, for one table.
+
+    Deciding changes nothing; what a batch has been is told by `passed` once it is sure to
+    be trained on, so that a batch that is looked up twice counts once.
+
+    Args:
+      policy: of the table.
+      seed: for chance.
+    """
+
+    def __init__(self, policy: Always | MinCount | Probability, seed: np.uint64):
+        self.policy = policy
+        self._seed = seed
+        self._counts: ExactCounts | FilterCounts | None = None
+        if isinstance(policy, MinCount) and policy.count > 1:
+            rate = policy.false_positive_rate
+            self._counts = (
+                ExactCounts(policy.most_keys)
+                if rate is None
+                else FilterCounts(policy.most_keys, rate)
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether every key gets a row."""
+        return self._counts is None and not isinstance(self.policy, Probability)
+
+    @property
+    def candidates(self) -> int:
+        """Keys without a row that are being counted."""
+        return 0 if self._counts is None else len(self._counts)
+
+    def admits(self, keys: np.ndarray, counts: np.ndarray, step: int) -> np.ndarray:
+        """Which keys, uint64 [n] with their occurrences, get a row: bool [n]."""
+        if self._counts is not None and isinstance(self.policy, MinCount):
+            return self._counts.before(keys) + counts >= self.policy.count
+        if isinstance(self.policy, Probability):
+            hashes = np.empty(len(keys), np.uint64)
+            moment = np.uint64(mix64(np.uint64(step)) ^ self._seed)
+            hash_keys(keys ^ moment, hashes)
+            chance = (hashes >> np.uint64(11)) / 2.0**53  # in [0, 1)
+            return chance < 1 - (1 - self.policy.p) ** counts
+        return np.ones(len(keys), bool)
+
+    def passed(self, keys: np.ndarray, counts: np.ndarray, admitted: np.ndarray) -> int:
+        """Counts what a batch had; returns how many candidates were forgotten for it."""
+        if self._counts is None:
+            return 0
+        self._counts.forget(keys[admitted])
+        keys, counts = keys[~admitted], counts[~admitted]
+        return self._counts.set(keys, self._counts.before(keys) + counts)

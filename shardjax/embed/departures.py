@@ -1,0 +1,205 @@
+"""Rows of one group that leave for good: found, taken out of every tier, read once more.
+
+What is planned has not happened: until the step at which they are gone has been carried
+out, rows that leave stay where they are, and only the index no longer knows them. Slots on
+the devices are the exception, as what is written there is written after that step.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from shardjax.embed.disk_rows import DiskRows
+from shardjax.embed.eviction import Cut, Evicted, Facts, decayed
+from shardjax.embed.host_rows import HostRows
+from shardjax.embed.index import Index
+from shardjax.embed.policies import Eviction, ShowClick
+from shardjax.embed.residents import FREE, Residents
+from shardjax.embed.translate import find_owners
+
+_CHUNK = 1 << 20
+
+
+class Departures:
+    """Evicts rows of one group.
+
+    Args:
+      owners: of rows.
+      single_owners: of each table, -1 where rows have several.
+      indexes: of each table.
+      residents, host, disk: the tiers, as of `Tier`.
+      read_rows: reads rows of the RAM tier: of (rows, owners), both int32 [n].
+    """
+
+    def __init__(
+        self,
+        owners: int,
+        single_owners: Sequence[int],
+        indexes: Sequence[Index],
+        residents: Residents,
+        host: HostRows | None,
+        disk: DiskRows | None,
+        read_rows: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    ):
+        self._devices = owners
+        self._single_owners = single_owners
+        self._indexes = indexes
+        self._residents, self._host, self._disk = residents, host, disk
+        self._read_rows = read_rows
+        self._waiting: list[Evicted] = []  # for the next window
+        self._leaving: list[Evicted] = []  # until they are gone
+
+    def evict(self, table: int, policies: Iterable[Eviction], step: int) -> int:
+        """Takes out the rows of a table that have to leave before a step.
+
+        Returns:
+          How many do.
+        """
+        for policy in policies:
+            if isinstance(policy, ShowClick):
+                self._decay(table, policy)
+        cut = Cut(policies, step, lambda: self._scan(table))
+        if not cut:
+            return 0
+        parts = [*self._leave_devices(table, cut), *self._leave_host(table, cut)]
+        if self._disk is not None:
+            for segment, numbers, keys in self._disk.evict(table, cut):
+                owners = self._owners(table, keys)
+                part = Evicted.part(
+                    keys, table, owners, segment=segment, numbers=numbers
+                )
+                parts.append(part)
+        if not parts:
+            return 0
+        evicted = Evicted.join(parts)
+        self._indexes[table].remove(evicted.keys[evicted.sources < 0])
+        self._waiting.append(evicted)
+        self._leaving.append(evicted)
+        return len(evicted)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are rows that leave and have not gone."""
+        return any(not x.is_gone for x in self._leaving)
+
+    def keys(self, table: int) -> np.ndarray:
+        """Salted keys of the rows of a table that leave and have not gone, uint64 [n]."""
+        parts = [x.keys[x.tables == table] for x in self._leaving if not x.is_gone]
+        return np.concatenate([np.zeros(0, np.uint64), *parts])
+
+    @property
+    def waiting(self) -> bool:
+        """Whether rows leave before the next window."""
+        return bool(self._waiting)
+
+    def take(self) -> tuple[Evicted, ...]:
+        """The rows that leave before the next window; once."""
+        taken, self._waiting = tuple(self._waiting), []
+        return taken
+
+    @property
+    def in_ram(self) -> int:
+        """Rows of the RAM tier that leave and have not gone."""
+        return sum(int((x.rows >= 0).sum()) for x in self._leaving)
+
+    def clear(self) -> None:
+        """Gives the memory and the files of the rows back that are gone."""
+        gone = [x for x in self._leaving if x.is_gone and not self._flies(x)]
+        self._leaving = [x for x in self._leaving if x not in gone]
+        for evicted in gone:
+            rows = evicted.rows[evicted.rows >= 0]
+            if len(rows):
+                assert self._host is not None
+                self._host.release(rows)
+            if evicted.segments:
+                assert self._disk is not None
+                self._disk.let_go(evicted.segments)
+
+    def read(self, evicted: Evicted, at: np.ndarray) -> np.ndarray:
+        """Records of those rows, numbers int64 [n], that are in RAM or on disk."""
+        words = 1 if self._host is None else self._host.words
+        records = np.empty((len(at), words), np.int32)
+        own = np.flatnonzero(evicted.rows[at] >= 0)
+        n = at[own]
+        records[own] = self._read_rows(evicted.rows[n], evicted.owners[n])
+        for s, segment in enumerate(evicted.segments):
+            own = np.flatnonzero(evicted.sources[at] == s)
+            records[own] = segment.read(evicted.numbers[at[own]])
+        return records
+
+    def _flies(self, evicted: Evicted) -> bool:
+        """Whether some of the rows are still on their way to the RAM tier."""
+        rows = evicted.rows[evicted.rows >= 0]
+        if self._host is None or not len(rows):
+            return False
+        return bool((self._host.headers["flight"][rows] != 0).any())
+
+    def _owners(self, table: int, keys: np.ndarray) -> np.ndarray:
+        owners = np.zeros(len(keys), np.int32)
+        find_owners(keys, self._single_owners[table], self._devices, owners)
+        return owners
+
+    def _device_rows(self, table: int):
+        """The owner, slots and entries of a table's rows on each device."""
+        slots = self._residents.slots
+        for o in range(len(slots)):
+            known = slots[o]
+            own = (known["table"] == table) & (known["last_step"] != FREE)
+            at = np.flatnonzero(own)
+            yield o, at, known[at]
+
+    def _host_rows(self, table: int):
+        """The rows and headers of a table in RAM, in parts."""
+        if self._host is None:
+            return
+        used = self._host.used
+        for start in range(0, len(used), _CHUNK):
+            part = used[start : start + _CHUNK]
+            at = np.flatnonzero(part["table"] == table)
+            yield start + at, part[at]
+
+    def _scan(self, table: int) -> Iterator[Facts]:
+        """What is known of all rows of a table, in parts."""
+        for _, _, known in self._device_rows(table):
+            yield _facts(known)
+        for _, known in self._host_rows(table):
+            yield _facts(known)
+        if self._disk is not None:
+            yield from self._disk.facts(table)
+
+    def _leave_devices(self, table: int, cut: Cut) -> Iterator[Evicted]:
+        for o, slots, known in self._device_rows(table):
+            leaves = cut(_facts(known))
+            if leaves.any():
+                owners = np.full(int(leaves.sum()), o, np.int32)
+                slots = slots[leaves]
+                self._residents.free(owners, slots)
+                yield Evicted.part(
+                    known["key"][leaves].copy(), table, owners, slots=slots
+                )
+
+    def _leave_host(self, table: int, cut: Cut) -> Iterator[Evicted]:
+        for rows, known in self._host_rows(table):
+            leaves = cut(_facts(known))
+            if leaves.any():
+                assert self._host is not None
+                keys = known["key"][leaves].copy()
+                self._host.headers["table"][rows[leaves]] = FREE  # nobody's from now on
+                yield Evicted.part(
+                    keys, table, self._owners(table, keys), rows=rows[leaves]
+                )
+
+    def _decay(self, table: int, policy: ShowClick) -> None:
+        """Multiplies the scores of a table's rows."""
+        for o, slots, known in self._device_rows(table):
+            tallies = self._residents.slots["tally"][o]
+            tallies[slots] = decayed(known["tally"], policy)
+        for rows, known in self._host_rows(table):
+            assert self._host is not None
+            self._host.headers["tally"][rows] = decayed(known["tally"], policy)
+        if self._disk is not None:
+            self._disk.rewrite(table, lambda tallies: decayed(tallies, policy))
+
+
+def _facts(known: np.ndarray) -> Facts:
+    return known["key"], known["last_step"], known["tally"]

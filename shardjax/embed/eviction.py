@@ -1,0 +1,185 @@
+"""Which rows leave for good at a step, as a test on what is known of each row."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardjax.embed.policies import LFU, LRU, TTL, Eviction, ShowClick
+from shardjax.embed.segments import Facts, Segment, hash_keys
+
+UNIT = 4096  # of ShowClick scores in a tally
+MOST_TALLY = 2**32 - 1
+
+
+@dataclass(eq=False)
+class Evicted:
+    """Rows of one group that leave for good.
+
+    They can be read where they are until the step at which they are gone: `is_gone`.
+
+    Attributes:
+      keys, tables: uint64 (salted) and int32 [n].
+      owners: int32 [n].
+      slots: int32 [n] of those on the devices, else -1.
+      rows: int32 [n] of the RAM tier, else -1.
+      segments: that have those on disk.
+      sources: int32 [n], which of them, else -1.
+      numbers: int64 [n] of the records there.
+    """
+
+    keys: np.ndarray
+    tables: np.ndarray
+    owners: np.ndarray
+    slots: np.ndarray
+    rows: np.ndarray
+    segments: tuple[Segment, ...]
+    sources: np.ndarray
+    numbers: np.ndarray
+    is_gone: bool = False
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @classmethod
+    def join(cls, parts: list["Evicted"]) -> "Evicted":
+        """One of several."""
+        segments, sources = [], []
+        for x in parts:
+            sources.append(np.where(x.sources < 0, -1, x.sources + len(segments)))
+            segments.extend(x.segments)
+        return cls(
+            np.concatenate([x.keys for x in parts]),
+            np.concatenate([x.tables for x in parts]),
+            np.concatenate([x.owners for x in parts]),
+            np.concatenate([x.slots for x in parts]),
+            np.concatenate([x.rows for x in parts]),
+            tuple(segments),
+            np.concatenate(sources),
+            np.concatenate([x.numbers for x in parts]),
+        )
+
+    @classmethod
+    def part(
+        cls,
+        keys,
+        table: int,
+        owners,
+        *,
+        slots=None,
+        rows=None,
+        segment=None,
+        numbers=None,
+    ) -> "Evicted":
+        """Rows of one table that are all in one place."""
+        n = len(keys)
+        none = np.full(n, -1, np.int32)
+        return cls(
+            keys,
+            np.full(n, table, np.int32),
+            owners,
+            none if slots is None else slots.astype(np.int32),
+            none if rows is None else rows.astype(np.int32),
+            () if segment is None else (segment,),
+            none if segment is None else np.zeros(n, np.int32),
+            np.full(n, -1, np.int64) if numbers is None else numbers,
+        )
+
+
+def is_due(policy: Eviction, step: int) -> bool:
+    """Whether a policy looks for rows before a step, numbered from 1."""
+    every = getattr(policy, "every", None)
+    return every is not None and step > 1 and (step - 1) % every == 0
+
+
+def decayed(tallies: np.ndarray, policy: ShowClick) -> np.ndarray:
+    """Tallies, uint32 [n], after a `shrink`."""
+    return np.floor(tallies * np.float64(policy.decay)).astype(np.uint32)
+
+
+@dataclass(frozen=True)
+class _Below:
+    """A test: last step or tally below a number."""
+
+    field: int  # of Facts
+    least: int
+
+    def __call__(self, facts: Facts) -> np.ndarray:
+        return facts[self.field] < self.least
+
+
+@dataclass(frozen=True)
+class _Lowest:
+    """A test: the lowest of all, by a score and then by the hash of the key."""
+
+    field: int  # of Facts
+    score: int
+    hash: int  # with this score, those with a lower hash
+
+    def __call__(self, facts: Facts) -> np.ndarray:
+        scores = facts[self.field]
+        hashes = np.empty(len(scores), np.uint64)
+        hash_keys(facts[0], hashes)
+        ties = (scores == self.score) & (hashes < np.uint64(self.hash))
+        return (scores < self.score) | ties
+
+
+class Cut:
+    """The test that decides about every row of one table.
+
+    Args:
+      policies: those that are due, in their order.
+      step: the next one.
+      scan: gives the facts of all rows of the table, in parts.
+    """
+
+    def __init__(
+        self,
+        policies: Iterable[Eviction],
+        step: int,
+        scan: Callable[[], Iterator[Facts]],
+    ):
+        self.tests: list[Callable[[Facts], np.ndarray]] = []
+        for policy in policies:
+            if isinstance(policy, TTL):
+                self.tests.append(_Below(1, step - policy.steps))
+            elif isinstance(policy, ShowClick):
+                self.tests.append(_Below(2, int(np.ceil(policy.threshold * UNIT))))
+            elif isinstance(policy, LRU | LFU):
+                test = self._budget(policy, scan)
+                if test is not None:
+                    self.tests.append(test)
+
+    def _budget(self, policy: LRU | LFU, scan) -> _Lowest | None:
+        which = 1 if isinstance(policy, LRU) else 2
+        parts = [facts[which][~self(facts)] for facts in scan()]
+        scores = np.concatenate([np.zeros(0, np.uint32), *parts])
+        excess = len(scores) - policy.rows
+        if excess <= 0:
+            return None
+        score = int(np.partition(scores, excess - 1)[excess - 1])
+        rest = excess - int((scores < score).sum())
+        parts = [f[0][(f[which] == score) & ~self(f)] for f in scan()]
+        keys = np.concatenate([np.zeros(0, np.uint64), *parts])
+        hashes = np.empty(len(keys), np.uint64)
+        hash_keys(keys, hashes)
+        hashes.sort()
+        if rest == len(hashes):
+            return _Lowest(which, score + 1, 0)
+        return _Lowest(which, score, int(hashes[rest]))
+
+    def __bool__(self) -> bool:
+        return bool(self.tests)
+
+    def __call__(self, facts: Facts) -> np.ndarray:
+        """Which rows leave, bool [n]."""
+        leaves = np.zeros(len(facts[0]), bool)
+        for test in self.tests:
+            leaves |= test(facts)
+        return leaves
+
+    def oldest(self) -> int | None:
+        """The last step below which rows leave, if nothing else decides; or None."""
+        if all(isinstance(t, _Below) and t.field == 1 for t in self.tests):
+            return max((t.least for t in self.tests), default=0)  # type: ignore[attr-defined]
+        return None

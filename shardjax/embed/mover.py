@@ -1,0 +1,181 @@
+"""Carries out the moves of rows on the devices, in the order in which they were planned."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardjax.embed.eviction import Evicted
+from shardjax.embed.groups import Group
+from shardjax.embed.moves import (
+    Fill,
+    Move,
+    SlabState,
+    fill_new,
+    fill_stored,
+    gather_records,
+    padded,
+    slab_spec,
+    unpack_records,
+)
+
+# (group, evicted, numbers of rows) to records, int32 [n, words]
+ReadEvicted = Callable[[int, Evicted, np.ndarray], np.ndarray]
+_PART = 65536  # rows that a callback gets at a time
+
+
+class Mover:
+    """Moves rows to, from and on the devices of a mesh.
+
+    Args:
+      groups: of the collection.
+      mesh: slots lie over all of its axes.
+    """
+
+    def __init__(self, groups: tuple[Group, ...], mesh: jax.sharding.Mesh):
+        self._groups = groups
+        self._mesh = mesh
+        self._axes = tuple(mesh.axis_names)
+
+    def spec(self, group: Group) -> jax.P:
+        """How the slots of a group lie over the mesh."""
+        return jax.P() if group.replicated else jax.P(self._axes)
+
+    def move(
+        self, slab: SlabState, move: Move
+    ) -> tuple[SlabState, list[jax.Array | None]]:
+        """Gathers the rows that leave, writes those that come.
+
+        Args:
+          slab: of the move's group; donated.
+
+        Returns:
+          The slab; and for each part of `move.evicted` the records of the rows that were
+          on the devices, int32 [owners * n, words], if somebody wants them.
+        """
+        group = self._groups[move.group]
+        options: Any = {
+            "group": group,
+            "mesh": self._mesh,
+            "spec": self.spec(group),
+        }
+        sharding = jax.NamedSharding(self._mesh, self.spec(group))
+
+        def put(x):
+            return jax.device_put(x.reshape(-1, *x.shape[2:]), sharding)
+
+        departed = []
+        for evicted in move.evicted:
+            parts = self._own_slots(group, evicted)
+            wanted = self._wants(move.group, evicted) and any(len(x) for x in parts)
+            slots = put(padded(parts)) if wanted else None
+            departed.append(
+                None if slots is None else gather_records(slab, slots, **options)
+            )
+        if move.write_back is not None:
+            slots = put(move.write_back.slots)
+            records = gather_records(slab, slots, **options)
+            records.copy_to_host_async()
+            move.write_back.records = records
+        if move.stored is not None:
+            records = put(move.stored.complete())
+            slab = fill_stored(slab, put(move.stored.slots), records, **options)
+        for fill in move.fills:
+            slab = self._fill(slab, fill, sharding, options)
+        return slab, departed
+
+    def deliver(
+        self, move: Move, departed: list[jax.Array | None], read: ReadEvicted
+    ) -> None:
+        """Gives rows that left for good to their tables' `on_evict`.
+
+        Args:
+          move: that has been carried out.
+          departed: of `move`.
+          read: reads those that were not on the devices.
+        """
+        group = self._groups[move.group]
+        for evicted, gathered in zip(move.evicted, departed, strict=True):
+            if self._wants(move.group, evicted):
+                self._deliver(move.group, group, evicted, gathered, read)
+            evicted.is_gone = True
+
+    def _deliver(self, g: int, group: Group, evicted: Evicted, gathered, read) -> None:
+        place = np.full(len(evicted), -1, np.int64)  # in what was gathered
+        own = self._own_rows(group, evicted)
+        longest = 0 if gathered is None else len(gathered) // len(own)
+        for o, rows in enumerate(own):
+            place[rows] = o * longest + np.arange(len(rows))
+        records = None if gathered is None else np.asarray(gathered)
+        for t in np.unique(evicted.tables):
+            table = group.tables[t]
+            if table.spec.on_evict is None:
+                continue
+            rows = np.flatnonzero(evicted.tables == t)
+            for start in range(0, len(rows), _PART):
+                part = rows[start : start + _PART]
+                away = place[part] < 0
+                words = read(g, evicted, part[away])
+                if records is not None:
+                    both = np.empty((len(part), records.shape[1]), np.int32)
+                    both[~away] = records[place[part[~away]]]
+                    if away.any():
+                        both[away] = words
+                    words = both
+                values, *row_state = unpack_records(group, jnp.asarray(words))
+                table.spec.on_evict(
+                    table.spec.name,
+                    evicted.keys[part] - table.salt,
+                    np.asarray(values),
+                    [np.asarray(x) for x in row_state],
+                )
+
+    def _wants(self, g: int, evicted: Evicted) -> bool:
+        """Whether somebody wants the rows."""
+        tables = self._groups[g].tables
+        return any(
+            tables[t].spec.on_evict is not None for t in np.unique(evicted.tables)
+        )
+
+    def _own_rows(self, group: Group, evicted: Evicted) -> list[np.ndarray]:
+        """Numbers of the rows on each device."""
+        owners = 1 if group.replicated else self._mesh.size
+        return [
+            np.flatnonzero((evicted.slots >= 0) & (evicted.owners == o))
+            for o in range(owners)
+        ]
+
+    def _own_slots(self, group: Group, evicted: Evicted) -> list[np.ndarray]:
+        return [evicted.slots[x] for x in self._own_rows(group, evicted)]
+
+    def grow(self, g: int, slab: SlabState, slots: int) -> SlabState:
+        """A slab of a group with more slots, `slots` per owner."""
+        spec = slab_spec(self._groups[g], self.spec(self._groups[g]))
+
+        @jax.jit  # a longer array cannot reuse the old one's memory: nothing to donate
+        @partial(jax.shard_map, mesh=self._mesh, in_specs=(spec,), out_specs=spec)
+        def grow(slab):
+            def longer(x):
+                more = jnp.zeros((slots - x.shape[0], *x.shape[1:]), x.dtype)
+                if not self._groups[g].replicated:
+                    more = jax.lax.pcast(more, self._axes, to="varying")
+                return jnp.concatenate([x, more])
+
+            return SlabState(
+                longer(slab.rows), [longer(x) for x in slab.row_state], slab.shared
+            )
+
+        return grow(slab)
+
+    def _fill(self, slab: SlabState, fill: Fill, sharding, options) -> SlabState:
+        words = fill.words.reshape(-1).view(np.uint32).reshape(-1, 2)
+        return fill_new(
+            slab,
+            jax.device_put(fill.slots.reshape(-1), sharding),
+            jax.device_put(words, sharding),
+            initializer=fill.initializer,
+            **options,
+        )
