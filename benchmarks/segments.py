@@ -37,9 +37,9 @@ class Ours:
     """This library's disk tier."""
 
     def __init__(self, path, n):
-        from shardjax.embed.disk_rows import DiskFolder, DiskRows
+        from shardjax.embed.disk_rows import DiskBudget, DiskFolder, DiskRows
 
-        self.disk = DiskRows(DiskFolder(path), "rows", WORDS)
+        self.disk = DiskRows(DiskBudget(DiskFolder(path)), "rows", WORDS)
         for keys, rows in chunks(n):
             zeros = np.zeros(len(keys), np.int32)
             self.disk.add(keys, zeros, zeros, zeros.astype(np.uint32), rows)

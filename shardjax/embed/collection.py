@@ -44,7 +44,7 @@ class EmbeddingCollection:
         `storage` slabs grow by doubling as rows appear.
       threads: of the host that translate keys.
       storage: how many rows the devices hold, and where the others lie; None for all on
-        the devices.
+        the devices. A table may have one of its own.
 
     Raises:
       ValueError, TypeError: for specs that do not fit together.
@@ -83,14 +83,13 @@ class EmbeddingCollection:
         self.mesh = mesh
         self.axes = tuple(mesh.axis_names)
         self.devices = mesh.size
-        self.groups = plan_groups(self.features, self.devices)
+        self.groups = plan_groups(self.features, self.devices, storage)
         self.planner = Planner(
             self.groups,
             self.features,
             self.devices,
             int(seed),
             threads=threads,
-            storage=storage,
         )
         self._initial_rows = initial_rows
         self._mover = Mover(self.groups, mesh)

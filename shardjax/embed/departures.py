@@ -5,7 +5,7 @@ out, rows that leave stay where they are, and only the index no longer knows the
 the devices are the exception, as what is written there is written after that step.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from shardjax.embed.disk_rows import DiskRows
 from shardjax.embed.eviction import Cut, Evicted, Facts, decayed
 from shardjax.embed.host_rows import HostRows
 from shardjax.embed.index import Index
+from shardjax.embed.moves import WriteBack
 from shardjax.embed.policies import Eviction, ShowClick
 from shardjax.embed.residents import FREE, Residents
 from shardjax.embed.translate import find_owners
@@ -28,7 +29,7 @@ class Departures:
       single_owners: of each table, -1 where rows have several.
       indexes: of each table.
       residents, host, disk: the tiers, as of `Tier`.
-      read_rows: reads rows of the RAM tier: of (rows, owners), both int32 [n].
+      flying: write-backs that have not arrived, by number.
     """
 
     def __init__(
@@ -39,13 +40,13 @@ class Departures:
         residents: Residents,
         host: HostRows | None,
         disk: DiskRows | None,
-        read_rows: Callable[[np.ndarray, np.ndarray], np.ndarray],
+        flying: Mapping[int, WriteBack],
     ):
         self._devices = owners
         self._single_owners = single_owners
         self._indexes = indexes
         self._residents, self._host, self._disk = residents, host, disk
-        self._read_rows = read_rows
+        self._flying = flying
         self._waiting: list[Evicted] = []  # for the next window
         self._leaving: list[Evicted] = []  # until they are gone
 
@@ -121,7 +122,11 @@ class Departures:
         records = np.empty((len(at), words), np.int32)
         own = np.flatnonzero(evicted.rows[at] >= 0)
         n = at[own]
-        records[own] = self._read_rows(evicted.rows[n], evicted.owners[n])
+        if len(own):
+            assert self._host is not None
+            records[own] = self._host.read(
+                evicted.rows[n], evicted.owners[n], self._flying
+            )
         for s, segment in enumerate(evicted.segments):
             own = np.flatnonzero(evicted.sources[at] == s)
             records[own] = segment.read(evicted.numbers[at[own]])

@@ -1,5 +1,6 @@
 """The disk tier of one slab: segments in a folder, and their compaction."""
 
+import errno
 import logging
 import os
 import threading
@@ -66,11 +67,30 @@ class DiskFolder:
         self._end()
 
 
+class DiskBudget:
+    """What the files of some slabs may take together.
+
+    Args:
+      folder: for the files.
+      most_bytes: of all of them; None for any number.
+    """
+
+    def __init__(self, folder: DiskFolder, most_bytes: int | None = None):
+        self.folder = folder
+        self.most_bytes = most_bytes
+        self.members: weakref.WeakSet[DiskRows] = weakref.WeakSet()
+
+    def lacks(self, size: int) -> bool:
+        """Whether `size` more bytes are too many."""
+        used = sum(x.file_bytes for x in self.members)
+        return self.most_bytes is not None and used + size > self.most_bytes
+
+
 class DiskRows:
     """Rows of one slab on disk.
 
     Args:
-      folder: for the files.
+      budget: and folder for the files.
       name: of the slab; part of the files' names.
       words: 32-bit words per row.
       merge_bytes: how much compaction reads and writes at a time.
@@ -80,7 +100,7 @@ class DiskRows:
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as path:
       ...     folder = DiskFolder(path)
-      ...     disk = DiskRows(folder, "group0", words=2)
+      ...     disk = DiskRows(DiskBudget(folder), "group0", words=2)
       ...     keys, tables = np.array([7, 9], np.uint64), np.zeros(2, np.int32)
       ...     steps = np.ones(2, np.int32)
       ...     rows = np.array([[1, 2], [3, 4]], np.int32)
@@ -95,13 +115,14 @@ class DiskRows:
 
     def __init__(
         self,
-        folder: DiskFolder,
+        budget: DiskBudget,
         name: str,
         words: int,
         merge_bytes: int = 256 << 20,
         threads: int = 4,
     ):
-        self.folder = folder
+        self.budget = budget
+        budget.members.add(self)
         self.name = name
         self.words = words
         self._record_bytes = 4 * (HEADER_WORDS + words)
@@ -148,6 +169,7 @@ class DiskRows:
         self._raise_failure()
         if not len(keys):
             return
+        self._check_budget(len(keys))
         segment = self._write(keys, tables, last_step, tallies, rows)
         with self._lock:
             self.segments.append(segment)
@@ -155,6 +177,25 @@ class DiskRows:
         while self._compacting is not None and self.file_bytes > self._most_bytes:
             self.wait()  # dead records would pile up faster than they are cleared away
             self._start_compaction()
+
+    def _check_budget(self, rows: int) -> None:
+        """Raises if the budget lacks room, also when dead records are cleared away."""
+        size = rows * self._record_bytes
+        if not self.budget.lacks(size):
+            return
+        for member in self.budget.members:
+            member.wait()
+            for segment in [s for s in member.segments if s.dead_count]:
+                member._compact([segment])
+        if self.budget.lacks(size):
+            used = sum(x.file_bytes for x in self.budget.members)
+            raise OSError(
+                errno.ENOSPC,
+                f"the disk tier is full: `disk_bytes` of the storage is"
+                f" {self.budget.most_bytes}, {used} are taken, and {rows} rows need {size}"
+                " more. No row is lost: they are still in RAM. Give more, or let rows"
+                " leave for good (`evict` of the tables)",
+            )
 
     def take(self, keys: np.ndarray, tables: np.ndarray) -> Found:
         """Reads rows and takes them off the disk; those without a row are not found.
@@ -256,7 +297,7 @@ class DiskRows:
 
     def _write(self, keys, tables, last_step, tallies, rows) -> Segment:
         self._files += 1
-        path = self.folder.path / f"{self.name}-{self._files:06d}{_PATTERN[1:]}"
+        path = self.budget.folder.path / f"{self.name}-{self._files:06d}{_PATTERN[1:]}"
         try:
             return Segment.write(path, keys, tables, last_step, tallies, rows)
         except OSError as error:

@@ -13,7 +13,6 @@ from shardjax.embed.jagged import Jagged
 from shardjax.embed.moves import record_words
 from shardjax.embed.residents import commit
 from shardjax.embed.spec import FeatureSpec
-from shardjax.embed.storage import Storage
 from shardjax.embed.tier import Tier
 
 COUNTERS = (
@@ -37,7 +36,7 @@ class Drafter:
     """Looks batches up in the tables of a collection.
 
     Args:
-      groups, features, devices, threads, storage: as of `Planner`.
+      groups, features, devices, threads: as of `Planner`.
       tables: per group, the states of its tables.
       tiers: per group.
     """
@@ -50,12 +49,11 @@ class Drafter:
         tiers: Sequence[Tier],
         devices: int,
         threads: int,
-        storage: Storage | None,
     ):
         self.groups, self.features = groups, features
         self.tables, self.tiers = tables, tiers
         self.devices = devices
-        self.storage = storage
+        self.tiered = any(tier.host is not None for tier in tiers)
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
 
     def draft(
@@ -249,7 +247,7 @@ class Drafter:
 
     def commit(self, draft: Draft, first_step: int, step: int) -> None:
         """Takes a draft into the window."""
-        if self.storage is not None:
+        if self.tiered:
             draft.counters |= dict.fromkeys(TIER_COUNTERS, 0)
         for states, tables, tier in zip(
             self.tables, draft.tables, self.tiers, strict=True
@@ -272,20 +270,20 @@ class Drafter:
                 state.rows += table.new
                 came = residents.coming.count - before
                 draft.counters["inserted"] += table.new
-                if self.storage is not None:
+                if tier.host is not None:
                     draft.counters["host_hits"] += came - table.new
                     draft.counters["device_hits"] += table.unique - came
             draft.ends.append(residents.coming.count)
 
     def room(self, tier: Tier) -> int | None:
         """RAM that a tier's rows may take, in bytes: what the others leave it."""
-        if self.storage is None or self.storage.host_bytes is None or tier.host is None:
+        storage = tier.group.storage
+        if storage is None or storage.host_bytes is None:
             return None
-        found_by = sum(t.found_by for t in self.tiers if t.host is not None)
-        others = sum(
-            t.host.bytes for t in self.tiers if t.host is not None and t is not tier
-        )
-        return max(int(self.storage.host_bytes) - found_by - others, 0)
+        sharing = [t for t in self.tiers if t.group.storage == storage]
+        found_by = sum(t.found_by for t in sharing)
+        others = sum(t.host.bytes for t in sharing if t.host and t is not tier)
+        return max(int(storage.host_bytes) - found_by - others, 0)
 
     def count_disk_hits(self, drafts: list[Draft], from_disk: list[np.ndarray]):
         """Rows that were taken for new and are on disk are not new."""

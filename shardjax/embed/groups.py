@@ -9,6 +9,7 @@ import numpy as np
 
 from shardjax.embed.optimizers import RowOptimizer, split_state
 from shardjax.embed.spec import FeatureSpec, TableSpec
+from shardjax.embed.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Group:
       dtype: of the rows.
       optimizer: of the rows.
       replicated: placement `data_parallel`: every device has all rows.
+      storage: where the rows lie; None for all on the devices.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Group:
     dtype: Any
     optimizer: RowOptimizer
     replicated: bool
+    storage: Storage | None = None
 
 
 def _salt(name: str) -> np.uint64:
@@ -54,11 +57,13 @@ def _salt(name: str) -> np.uint64:
     return np.frombuffer(digest.digest(), "<u8")[0]
 
 
-def plan_groups(features: Mapping[str, FeatureSpec], devices: int) -> tuple[Group, ...]:
+def plan_groups(
+    features: Mapping[str, FeatureSpec], devices: int, storage: Storage | None = None
+) -> tuple[Group, ...]:
     """Groups the tables of these features by what lets them share a slab.
 
     `table_wise` tables go to the device that has the fewest rows so far, the largest
-    table first.
+    table first. A table that does not say where its rows lie has the `storage`.
 
     Raises:
       TypeError: for a feature that is not a FeatureSpec.
@@ -93,12 +98,15 @@ def plan_groups(features: Mapping[str, FeatureSpec], devices: int) -> tuple[Grou
     shared: dict[tuple, list[Table]] = {}
     for name, spec in tables.items():
         replicated = spec.placement == "data_parallel"
-        key = (spec.dim, spec.dtype, id(spec.optimizer), replicated)
+        own = storage if spec.storage is None else spec.storage
+        if replicated or own == "device":
+            own = None
+        key = (spec.dim, spec.dtype, id(spec.optimizer), replicated, own)
         table = Table(spec, tuple(readers[name]), owners[name], _salt(name))
         shared.setdefault(key, []).append(table)
     optimizers: dict[tuple, RowOptimizer] = {}
     groups = []
-    for i, ((dim, dtype, tx, replicated), members) in enumerate(shared.items()):
+    for i, ((dim, dtype, tx, replicated, own), members) in enumerate(shared.items()):
         if (dim, dtype, tx) not in optimizers:
             spec = members[0].spec
             optimizers[dim, dtype, tx] = split_state(
@@ -106,6 +114,6 @@ def plan_groups(features: Mapping[str, FeatureSpec], devices: int) -> tuple[Grou
             )
         optimizer = optimizers[dim, dtype, tx]
         groups.append(
-            Group(f"group{i}", tuple(members), dim, dtype, optimizer, replicated)
+            Group(f"group{i}", tuple(members), dim, dtype, optimizer, replicated, own)
         )
     return tuple(groups)

@@ -8,11 +8,13 @@ that come, last in, first out.
 
 import mmap
 import os
+from collections.abc import Mapping
 
 import numba
 import numpy as np
 
 from shardjax.embed.index import prefetch
+from shardjax.embed.moves import WriteBack
 
 HEADER = np.dtype(
     [
@@ -232,6 +234,23 @@ class HostRows:
         """Gives rows, int32 [n], back."""
         _release(rows, self.headers, self._free, self._free_count)
         self._free_count += len(rows)
+
+    def read(
+        self, rows: np.ndarray, owners: np.ndarray, flying: Mapping[int, WriteBack]
+    ) -> np.ndarray:
+        """Records, int32 [n, words], of rows, also of those on their way.
+
+        Args:
+          rows, owners: int32 [n].
+          flying: write-backs that have not arrived, by number; waits for those needed.
+        """
+        records = self.records[rows]
+        headers = self.headers[rows]
+        for number in np.unique(headers["flight"][headers["flight"] > 0]):
+            parts = flying[int(number)].parts()
+            for i in np.flatnonzero(headers["flight"] == number):
+                records[i] = parts[owners[i]][headers["place"][i]]
+        return records
 
     def room(self, most_bytes: int) -> int:
         """How many more rows fit if the arena may take `most_bytes`."""

@@ -25,10 +25,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
-from shardjax.embed.disk_rows import DiskFolder
+from shardjax.embed.disk_rows import DiskBudget, DiskFolder
 from shardjax.embed.draft import Draft, TableDraft, TableState
 from shardjax.embed.drafting import Drafter, PlanError as PlanError
 from shardjax.embed.eviction import Evicted, is_due
@@ -91,7 +92,6 @@ class Planner:
         devices: int,
         seed: int,
         threads: int = 1,
-        storage: Storage | None = None,
     ):
         """Makes a planner that knows no key.
 
@@ -101,7 +101,6 @@ class Planner:
           devices: owners and requesters alike.
           seed: of the rows' initial values.
           threads: that look up keys, one table each.
-          storage: where rows lie; None for all on the devices.
         """
         self.groups = groups
         self.features = features
@@ -111,23 +110,20 @@ class Planner:
             [TableState(n, t, devices, mixed) for n, t in enumerate(group.tables)]
             for group in groups
         ]
-        self._folder = None
-        if storage is not None and storage.disk is not None:
-            self._folder = DiskFolder(storage.disk)
+        self._folders: dict[Path, DiskFolder] = {}
+        budgets: dict[Storage, DiskBudget] = {}
         self.tiers = [
             Tier(
                 g,
                 group,
                 [s.index for s in states],
                 1 if group.replicated else devices,
-                None if group.replicated else storage,
                 mixed,
-                self._folder,
+                self._open(group.storage, budgets),
             )
             for g, (group, states) in enumerate(zip(groups, self.tables, strict=True))
         ]
         self.applied = [np.zeros(t.owners, np.int32) for t in self.tiers]
-        self.storage = storage
         self._planned = 0
         self._applied = 0
         self._evicted_before = 0  # a step: policies have looked for rows
@@ -142,8 +138,22 @@ class Planner:
         self._planning = threading.Lock()  # the index, and where rows are as planned
         self._state = threading.Lock()  # which plans have been carried out
         self.drafter = Drafter(
-            groups, features, self.tables, self.tiers, devices, threads, storage
+            groups, features, self.tables, self.tiers, devices, threads
         )
+
+    def _open(
+        self, storage: Storage | None, budgets: dict[Storage, DiskBudget]
+    ) -> DiskBudget | None:
+        """The disk of a storage: one folder per path, one budget per storage."""
+        if storage is None or storage.disk is None:
+            return None
+        if storage not in budgets:
+            path = Path(storage.disk).resolve()
+            if path not in self._folders:
+                self._folders[path] = DiskFolder(path)
+            most = None if storage.disk_bytes is None else int(storage.disk_bytes)
+            budgets[storage] = DiskBudget(self._folders[path], most)
+        return budgets[storage]
 
     def _size(self, train: bool, name: tuple, needed: int, smallest: int) -> int:
         """A static size that is at least `needed` and never shrinks.
@@ -331,7 +341,7 @@ class Planner:
         plans = []
         for n, draft in enumerate(drafts):
             moves = tuple(c[1][n] for c in closed if c[1][n] is not None)
-            if n == 0 and self.storage is not None:
+            if n == 0 and self.drafter.tiered:
                 self.drafter.count_moves(draft.counters, moves, shortened)
             for tables, (slots, *_) in zip(draft.tables, closed, strict=True):
                 for table in tables:
@@ -455,8 +465,8 @@ class Planner:
         for tier in self.tiers:
             if tier.disk is not None:
                 tier.disk.close()
-        if self._folder is not None:
-            self._folder.close()
+        for folder in self._folders.values():
+            folder.close()
 
     def keys_elsewhere(self, g: int, state: TableState) -> np.ndarray:
         """Salted keys of a table, uint64 [n], that have a row and may not be in the

@@ -18,6 +18,7 @@ from shardjax.embed.policies import (
     ShowClick,
     check_policies,
 )
+from shardjax.embed.storage import Storage
 
 Placement = Literal["row_wise", "table_wise", "data_parallel"]
 Combiner = Literal["sum", "mean", "sqrtn", "none"]
@@ -93,6 +94,9 @@ class TableSpec:
       admit: which keys get a row: `Always()`, `MinCount(n)` or `Probability(p)`.
       evict: which rows leave for good: `Never()`, `TTL(steps)`, `LRU(rows)`, `LFU(rows)`,
         `ShowClick(...)`, or a tuple of them, applied in its order.
+      storage: where the rows lie: None for what the collection says, "device" for all on
+        the devices, or a `Storage` of the table's own. Tables that share a storage share
+        its budgets; `device_rows` is per slab.
       on_evict: called with each part of the rows that leave, `f(table name, keys, uint64
         [n], rows, [n, dim], row_state, a list of [n, ...])`, before the step at which
         they are gone. It must not raise.
@@ -113,6 +117,7 @@ class TableSpec:
     on_full: Literal["error", "reject"] = "error"
     admit: Admission = Always()
     evict: Eviction | tuple[Eviction, ...] = Never()
+    storage: Storage | Literal["device"] | None = None
     on_evict: Callable[[str, np.ndarray, np.ndarray, list[np.ndarray]], None] | None = (
         None
     )
@@ -155,6 +160,16 @@ class TableSpec:
                 f" {self.optimizer!r}"
             )
         check_policies(owner, self.admit, self.evict)
+        if not isinstance(self.storage, Storage | None) and self.storage != "device":
+            raise TypeError(
+                f"`storage` of {owner} must be a Storage, 'device' or None, got"
+                f" {self.storage!r}"
+            )
+        if isinstance(self.storage, Storage) and self.placement == "data_parallel":
+            raise ValueError(
+                f"`storage` of {owner} must be None or 'device': with placement"
+                " 'data_parallel' all rows lie on every device"
+            )
         if self.on_evict is not None and not callable(self.on_evict):
             raise TypeError(
                 f"`on_evict` of {owner} must be a function of (table, keys, rows,"

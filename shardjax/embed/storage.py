@@ -55,6 +55,9 @@ class Storage:
         "8GB"; None for as much as they take. Rows beyond go to `disk`.
       disk: a folder for the rows that RAM does not hold. One process uses it at a time,
         and what is in it is good while the process lives.
+      disk_bytes: what the files there may take, such as "100GB"; None for any. Merging
+        files takes up to 256 MB more for a moment. Rows that find no room are an error,
+        and stay in RAM: let rows leave for good (`evict` of a table), or give more.
       keep: which rows stay on the devices when others must come: those used most often
         lately, "lfu", or those used last, "lru".
 
@@ -66,6 +69,7 @@ class Storage:
     device_rows: int
     host_bytes: int | str | None = None
     disk: str | os.PathLike | None = None
+    disk_bytes: int | str | None = None
     keep: Keep = "lfu"
 
     def __post_init__(self):
@@ -77,6 +81,14 @@ class Storage:
                 f"`disk` is for the rows that RAM does not hold, got {str(self.disk)!r} and"
                 " no `host_bytes`. Say how much RAM, such as host_bytes='8GB'"
             )
+        if self.disk_bytes is not None:
+            size = parse_bytes("disk_bytes", self.disk_bytes)
+            object.__setattr__(self, "disk_bytes", size)
+            if self.disk is None:
+                raise ValueError(
+                    f"`disk_bytes` is what files in `disk` may take, got {size} and no"
+                    " `disk`. Name a folder"
+                )
         rows = self.device_rows
         if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
             raise TypeError(f"`device_rows` must be an integer, got {rows!r}")

@@ -6,7 +6,7 @@ import numba
 import numpy as np
 
 from shardjax.embed.departures import Departures
-from shardjax.embed.disk_rows import DiskFolder, DiskRows
+from shardjax.embed.disk_rows import DiskBudget, DiskRows
 from shardjax.embed.eviction import Evicted
 from shardjax.embed.groups import Group
 from shardjax.embed.host_rows import (
@@ -27,7 +27,6 @@ from shardjax.embed.moves import (
 )
 from shardjax.embed.residents import Residents
 from shardjax.embed.segments import Found
-from shardjax.embed.storage import Storage
 
 
 @numba.njit(nogil=True, cache=True)
@@ -81,21 +80,21 @@ class Tier:
         group: Group,
         indexes: Sequence[Index],
         owners: int,
-        storage: Storage | None,
         seed: np.uint64,
-        folder: DiskFolder | None = None,
+        budget: DiskBudget | None,
     ):
         self.number = number
         self.group = group
         self.indexes = indexes
         self.owners = owners
         self.seed = seed
+        storage = group.storage
         tracked = storage is not None or any(t.spec.evictions for t in group.tables)
         self.residents = Residents(owners, storage, tracked)
         self.host = None if storage is None else HostRows(record_words(group))
         self.disk: DiskRows | None = None
-        if folder is not None and self.host is not None:
-            self.disk = DiskRows(folder, group.name, self.host.words)
+        if budget is not None and self.host is not None:
+            self.disk = DiskRows(budget, group.name, self.host.words)
         self.failure: OSError | None = None
         self._flying: dict[int, WriteBack] = {}
         self._flights = 0
@@ -106,7 +105,7 @@ class Tier:
             self.residents,
             self.host,
             self.disk,
-            self._read,
+            self._flying,
         )
 
     def land(self) -> None:
@@ -399,20 +398,10 @@ class Tier:
                 records[at] = stored.complete()[owners[n], places[n]]
         at = np.flatnonzero(rows[elsewhere] >= 0)
         n = elsewhere[at]
-        records[at] = self._read(rows[n], owners[n])
+        if len(at):
+            assert self.host is not None
+            records[at] = self.host.read(rows[n], owners[n], self._flying)
         return slots, elsewhere, records
-
-    def _read(self, rows: np.ndarray, owners: np.ndarray) -> np.ndarray:
-        """Records of rows of the RAM tier, also those on their way."""
-        if self.host is None:
-            return np.empty((0, 1), np.int32)
-        records = self.host.records[rows]
-        headers = self.host.headers[rows]
-        for number in np.unique(headers["flight"][headers["flight"] > 0]):
-            parts = self._flying[int(number)].parts()
-            for i in np.flatnonzero(headers["flight"] == number):
-                records[i] = parts[owners[i]][headers["place"][i]]
-        return records
 
     @property
     def row_words(self) -> int:

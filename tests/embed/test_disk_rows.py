@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from shardjax.embed.disk_rows import DiskFolder, DiskRows
+from shardjax.embed.disk_rows import DiskBudget, DiskFolder, DiskRows
 from shardjax.embed.segments import CorruptSegmentError
 from tests.embed.reference import unmix64
 
@@ -29,7 +30,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def disk(folder):
-    disk = DiskRows(folder, "group0", WORDS, merge_bytes=1 << 14)
+    disk = DiskRows(DiskBudget(folder), "group0", WORDS, merge_bytes=1 << 14)
     yield disk
     disk.close()
 
@@ -75,7 +76,7 @@ ACTIONS = st.lists(
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_disk_rows_are_a_dict(tmp_path_factory, actions):
     folder = DiskFolder(tmp_path_factory.mktemp("disk"))
-    disk = DiskRows(folder, "group0", WORDS, merge_bytes=1 << 10)
+    disk = DiskRows(DiskBudget(folder), "group0", WORDS, merge_bytes=1 << 10)
     model: dict[tuple[int, int], int] = {}
     for version, (what, items) in enumerate(actions):
         if what == "add":
@@ -122,7 +123,8 @@ def test_many_rows_survive_compaction(disk):
     check(found, keys, tables, where, where >= 0)
     assert disk.compactions > 3
     assert (
-        sum(f.stat().st_size for f in disk.folder.path.glob("*rows")) == disk.file_bytes
+        sum(f.stat().st_size for f in disk.budget.folder.path.glob("*rows"))
+        == disk.file_bytes
     )
 
 
@@ -154,7 +156,7 @@ def test_equal_keys_of_two_tables_are_two_rows(disk):
 @pytest.mark.parametrize("word", [0, 1, 2, 3, 4, 5, 6, 8])
 def test_a_flipped_bit_is_noticed(disk, word):
     add(disk, range(1000))
-    [file] = disk.folder.path.glob("*rows")
+    [file] = disk.budget.folder.path.glob("*rows")
     size = 4 * (6 + WORDS)
     with open(file, "r+b") as stream:
         for n in range(1000):
@@ -168,7 +170,7 @@ def test_a_flipped_bit_is_noticed(disk, word):
 
 def test_a_truncated_file_is_noticed(disk):
     add(disk, range(1000))
-    [file] = disk.folder.path.glob("*rows")
+    [file] = disk.budget.folder.path.glob("*rows")
     os.truncate(file, 2000)
     with pytest.raises(CorruptSegmentError, match=r"group0-000001.* is cut off"):
         disk.take(u64(range(1000)), np.zeros(1000, np.int32))
@@ -176,7 +178,7 @@ def test_a_truncated_file_is_noticed(disk):
 
 def test_compaction_notices_a_changed_record_and_says_so_next_time(disk):
     add(disk, range(1000))
-    [file] = disk.folder.path.glob("*rows")
+    [file] = disk.budget.folder.path.glob("*rows")
     with open(file, "r+b") as stream:
         stream.seek(4 * 6)
         stream.write(b"\xff\xff\xff\xff")
@@ -199,7 +201,7 @@ def test_a_full_disk_loses_nothing(disk, monkeypatch):
         add(disk, range(100, 150))
     monkeypatch.setattr(os, "write", write)
     assert len(disk) == 100
-    assert len(list(disk.folder.path.glob("*rows"))) == 1
+    assert len(list(disk.budget.folder.path.glob("*rows"))) == 1
     add(disk, range(100, 150))
     assert disk.read(u64(range(150)), np.zeros(150, np.int32)).mask.all()
 
@@ -208,17 +210,17 @@ def test_a_real_quota_is_a_clear_error(tmp_path):
     """A file-size limit of the process, as a full disk would."""
     program = f"""
 import resource, signal, numpy as np
-from shardjax.embed.disk_rows import DiskFolder, DiskRows
+from shardjax.embed.disk_rows import DiskBudget, DiskFolder, DiskRows
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-disk = DiskRows(DiskFolder({str(tmp_path / "d")!r}), "g", 3)
+disk = DiskRows(DiskBudget(DiskFolder({str(tmp_path / "d")!r})), "g", 3)
 keys = np.arange(10_000, dtype=np.uint64)
 zeros = np.zeros(10_000, np.int32)
 try:
     disk.add(keys, zeros, zeros, zeros.astype("u4"), np.zeros((10_000, 3), np.int32))
 except OSError as error:
     print(error)
-print(len(disk), list(disk.folder.path.glob("*rows")))
+print(len(disk), list(disk.budget.folder.path.glob("*rows")))
 """
     done = run(program)
     assert "cannot write 10000 rows (360000 bytes)" in done.stdout, done.stderr
@@ -259,8 +261,8 @@ def test_a_folder_that_nobody_closed_is_free_again(tmp_path):
 def test_files_of_a_killed_process_are_removed(tmp_path):
     program = f"""
 import numpy as np, sys, time
-from shardjax.embed.disk_rows import DiskFolder, DiskRows
-disk = DiskRows(DiskFolder({str(tmp_path)!r}), "g", 3, merge_bytes=1 << 16)
+from shardjax.embed.disk_rows import DiskBudget, DiskFolder, DiskRows
+disk = DiskRows(DiskBudget(DiskFolder({str(tmp_path)!r})), "g", 3, merge_bytes=1 << 16)
 zeros = np.zeros(5000, np.int32)
 print("ready", flush=True)
 for n in range(10**6):
@@ -300,3 +302,34 @@ def test_a_read_only_folder(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(OSError, match="needs a folder that it can write to"):
         DiskFolder(tmp_path)
+
+
+def test_a_budget_counts_all_slabs_and_is_kept_to(tmp_path):
+    folder = DiskFolder(tmp_path)
+    record = 4 * (6 + WORDS)
+    budget = DiskBudget(folder, 100 * record)
+    first, second = (DiskRows(budget, name, WORDS) for name in ("a", "b"))
+
+    def add(disk, start, n):
+        keys = np.arange(start, start + n, dtype=np.uint64)
+        steps = np.ones(n, np.int32)
+        rows = np.zeros((n, WORDS), np.int32)
+        disk.add(keys, steps * 0, steps, steps.astype(np.uint32), rows)
+
+    add(first, 0, 60)
+    add(second, 0, 40)
+    message = (
+        f"the disk tier is full: `disk_bytes` of the storage is {100 * record},"
+        f" {100 * record} are taken, and 10 rows need {10 * record} more. No row is lost"
+    )
+    with pytest.raises(OSError, match=re.escape(message)):
+        add(second, 40, 10)
+    assert (len(first), len(second)) == (60, 40)
+    # dead records do not count
+    keys = np.arange(30, dtype=np.uint64)
+    assert first.take(keys, np.zeros(30, np.int32)).mask.all()
+    add(second, 40, 30)
+    assert (len(first), len(second)) == (30, 70)
+    for disk in (first, second):
+        disk.close()
+    folder.close()

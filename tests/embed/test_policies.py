@@ -47,7 +47,7 @@ POLICIES = {
 STORAGES = {
     "devices": None,
     "RAM": {"device_rows": 320},
-    "disk": {"device_rows": 320, "host_bytes": "16KB"},
+    "disk": {"device_rows": 320, "host_bytes": "1KB"},
 }
 
 
@@ -154,6 +154,7 @@ def test_who_has_a_row_follows_the_model(policy, storage, tmp_path):
         for batch in made[start : start + 3]:
             model.batch(*bag_of(batch))
         assert set(run.collection.keys("item").tolist()) == set(model.rows)
+    assert (run.counters.get("disk_hits", 0) > 0) == (storage == "disk")
     assert run.counters["evicted_rows"] == len(model.evicted)
     assert run.counters["refused"] == model.refused
     assert (model.evicted != []) == ("evict" in POLICIES[policy])

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from shardjax.embed import (
     EmbeddingCollection,
     FeatureSpec,
+    Storage,
     TableSpec,
     rowwise_adagrad,
     uniform,
@@ -246,3 +249,30 @@ def test_bad_settings_of_a_collection_are_refused(changes, error, message):
 def test_bad_settings_of_rowwise_adagrad_are_refused(arguments, name, value):
     with pytest.raises(ValueError, match=f"`{name}` must not be negative, got {value}"):
         rowwise_adagrad(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"storage": "disk"},
+            TypeError,
+            "`storage` of table 'item' must be a Storage, 'device' or None, got 'disk'",
+        ),
+        (
+            {"storage": Storage(device_rows=9), "placement": "data_parallel"},
+            ValueError,
+            "`storage` of table 'item' must be None or 'device': with placement",
+        ),
+    ],
+)
+def test_a_storage_that_does_not_fit_a_table_is_an_error(changes, error, message):
+    with pytest.raises(error, match=message):
+        dataclasses.replace(ITEM, **changes)
+
+
+def test_bytes_on_disk_need_a_folder():
+    with pytest.raises(
+        ValueError, match="`disk_bytes` is what files in `disk` may take"
+    ):
+        Storage(device_rows=9, disk_bytes="1GB")

@@ -59,10 +59,18 @@ class Run:
     """Training with or without a storage."""
 
     def __init__(
-        self, mesh, optimizer, storage=None, window=1, two_tables=True, **more
+        self,
+        mesh,
+        optimizer,
+        storage=None,
+        window=1,
+        two_tables=True,
+        item=None,
+        **more,
     ):
         tx = OPTIMIZERS[optimizer]
         user = TableSpec("user", 4, tx)
+        more |= item or {}
         item = TableSpec("item", 4, tx, **more) if two_tables else user
         self.features = {
             "user": FeatureSpec(user),
@@ -504,3 +512,43 @@ def test_keys_on_disk_count_once_towards_the_capacity(tmp_path, window):
     assert runs[1].counters["disk_hits"] > 0
     assert_same(*runs, 1500)
     runs[1].collection.close()
+
+
+def test_tables_may_lie_in_places_of_their_own(tmp_path):
+    """A table with its own storage, one on the devices, one as the collection says."""
+    made = batches(30)
+    plain = Run("4x2", "adam")
+    plain.train(made)
+    tx = OPTIMIZERS["adam"]
+    own = Storage(device_rows=200, host_bytes="1KB", disk=tmp_path / "own")
+    run = Run("4x2", "adam", Storage(device_rows=400), 3, item={"storage": own})
+    run.train(made)
+    assert plain.losses == run.losses
+    for x, y in zip(plain.rows(), run.rows(), strict=False):  # step counts are per slab
+        np.testing.assert_array_equal(x, y)
+    stats = run.collection.stats()
+    assert len(stats) == 2
+    assert stats["group0"]["disk_rows"] == 0
+    assert stats["group1"]["disk_rows"] > 0
+    run.collection.close()
+    user = TableSpec("user", 4, tx, storage="device")
+    item = TableSpec("item", 4, tx)
+    features = {"user": FeatureSpec(user), "item": FeatureSpec(item)}
+    collection = EmbeddingCollection(
+        features, mesh=make_mesh("1x1"), storage=Storage(device_rows=9)
+    )
+    found = [(g.tables[0].spec.name, g.storage is None) for g in collection.groups]
+    assert found == [("user", True), ("item", False)]
+
+
+def test_a_full_disk_budget_is_an_error_and_rows_stay(tmp_path):
+    storage = Storage(
+        device_rows=320, host_bytes="16KB", disk=tmp_path / "rows", disk_bytes=4000
+    )
+    run = Run("1x1", "adam", storage)
+    with pytest.raises(OSError, match="the disk tier is full: `disk_bytes`"):
+        run.train(batches(30, keys=4000))
+    keys = run.collection.keys("item")
+    read = run.collection.lookup_rows(run.state.tables, "item", keys)
+    assert len(keys) and read["found"].all()
+    run.collection.close()
