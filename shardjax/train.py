@@ -37,7 +37,8 @@ class PreparedBatch:
       layout: what the words are.
       plan: of the embeddings.
       size: examples, padding apart.
-      counters: of the planner and of the data, by name.
+      counters: of the planner and of the data, by name, and with `planner_ms` how long
+        planning took.
     """
 
     packed: jax.Array
@@ -129,6 +130,7 @@ def _send(collection, batch, plan: Plan, groups: Index | None) -> PreparedBatch:
     counters["examples"] = size
     counters["padding_examples"] = devices * examples - size
     counters["bad_lines"] = batch.bad_lines
+    counters["planner_ms"] = 1e3 * plan.seconds
     return PreparedBatch(jax.device_put(packed, sharding), layout, plan, size, counters)
 
 

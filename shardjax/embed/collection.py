@@ -459,9 +459,10 @@ class EmbeddingCollection:
         """How many rows are where, as planned, by slab.
 
         Returns:
-          By the slab's name: `tables`, `rows`, `device_rows`, `host_rows`, `disk_rows`, and
-          the bytes of RAM that rows (`host_bytes`) and finding rows (`index_bytes`) take,
-          and of files (`disk_bytes`).
+          By the slab's name: `tables`, `rows`, of them `coming_rows`, the new ones of plans
+          that have not been applied; `device_rows`, `host_rows`, `disk_rows`, and the
+          bytes of RAM that rows (`host_bytes`) and finding rows (`index_bytes`) take, and
+          of files (`disk_bytes`).
         """
         return self.planner.stats()
 
