@@ -209,6 +209,7 @@ def make_train_step(
     loss: Loss = binary_cross_entropy,
     predict: Callable[[jax.Array], jax.Array] = jax.nn.sigmoid,
     microbatch_size: int | None = None,
+    pace: Pace | None = None,
 ) -> Callable[[TrainState, PreparedBatch], tuple[TrainState, dict[str, jax.Array]]]:
     """Makes the training step.
 
@@ -227,6 +228,8 @@ def make_train_step(
         all. Gradients are accumulated, so the result is the same up to rounding (but for
         layers that mix examples, such as batch norm). On a CPU 512-1024 keeps the
         activations in cache.
+      pace: keeps the step from running too far ahead of the devices, and notes when they
+        have nothing to do; None for one of its own.
 
     Returns:
       `step(state, batch) -> (state, {"loss": float32 []})`. `state` is donated.
@@ -297,7 +300,7 @@ def make_train_step(
             metrics=metrics,
         ), {"loss": value}
 
-    pace = Pace()
+    pace = pace or Pace()
 
     def step(state: TrainState, batch: PreparedBatch):
         pace.wait()
