@@ -25,10 +25,13 @@ import shardjax as sj
 from experiments import config as configs
 from experiments.data import DataConfig, Opened, open_data
 from experiments.optimizers import ROW_OPTIMIZERS as ROW_OPTIMIZERS, OptimConfig
-from shardjax import embed, metrics, models, train, writers
+from experiments.storage import AdmitConfig, EvictConfig, StorageConfig
+from experiments.tiers import tier_rates, tier_sizes
+from shardjax import embed, metrics, models, plots, train, writers
 from shardjax.data import Batch, Loader
 from shardjax.embed import Index
 from shardjax.network import from_nnx
+from shardjax.pacing import Pace
 from shardjax.state import TrainState, compute_metrics, init_state, stack_metrics
 
 log = logging.getLogger("experiments.ctr")
@@ -55,46 +58,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StorageConfig:
-    """Where rows lie."""
-
-    device_rows: int | None = None
-    """Rows on all devices together, per slab; the others lie in RAM. Without it, all rows
-    lie on the devices."""
-    lookahead: int = 8
-    """Batches whose rows are brought to the devices together, planned while those before
-    them are trained on."""
-    host_bytes: str | None = None
-    """RAM for the other rows, such as 8GB; rows beyond go to --storage.disk."""
-    disk: str | None = None
-    """Folder for the rows that RAM does not hold; emptied at the end."""
-    keep: Literal["lfu", "lru"] = "lfu"
-    """Rows that stay when others must come: the most often or the last used ones."""
-
-    def __post_init__(self):
-        if self.lookahead < 1:
-            raise ValueError(f"`lookahead` must be positive, got {self.lookahead}")
-        self.storage()
-
-    def storage(self) -> embed.Storage | None:
-        """For a collection."""
-        if self.device_rows is None:
-            for name in ("host_bytes", "disk"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"`{name}` is for rows that are not on the devices, got"
-                        f" {getattr(self, name)!r} and no `device_rows`"
-                    )
-            return None
-        return embed.Storage(
-            device_rows=self.device_rows,
-            host_bytes=self.host_bytes,
-            disk=self.disk,
-            keep=self.keep,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Config:
     """All settings of a run."""
 
@@ -104,6 +67,8 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
+    admit: AdmitConfig = field(default_factory=AdmitConfig)
+    evict: EvictConfig = field(default_factory=EvictConfig)
     batch_size: int = 512
     """Examples per step, over all devices."""
     eval_batch_size: int = 8192
@@ -121,7 +86,8 @@ class Config:
     log_every: int = 50
     """Steps between lines in metrics.jsonl."""
     out: Path | None = None
-    """Folder for the config, metrics.jsonl, TensorBoard events and curves.png."""
+    """Folder for the config, metrics.jsonl, TensorBoard events, curves.png, and tiers.png if
+    rows lie off the devices."""
 
     def __post_init__(self):
         sj.MeshShape.parse(self.mesh)
@@ -169,13 +135,17 @@ def main(config: Config) -> dict[str, Any]:
     microbatch = config.microbatch_size
     if microbatch is None and jax.default_backend() == "cpu":
         microbatch = 512
-    step = train.make_train_step(network, tx, collection, microbatch_size=microbatch)
+    pace = Pace()
+    step = train.make_train_step(
+        network, tx, collection, microbatch_size=microbatch, pace=pace
+    )
     loader = Loader(
         data.train,
         config.batch_size,
         shuffle_seed=config.data.shuffle_seed,
         map=lambda many: train.prepare_window(collection, map(checked, many)),
         window=1 if config.storage.device_rows is None else config.storage.lookahead,
+        meanwhile=pace.look,
     )
     result: dict[str, Any] = {
         "experiment": "ctr",
@@ -185,7 +155,7 @@ def main(config: Config) -> dict[str, Any]:
         "rows": data.train_rows,
     }
     with open_writers(config) as writer:
-        run = Run(config, collection, state, step, loader, writer, steps)
+        run = Run(config, collection, state, step, pace, loader, writer, steps)
         result |= run.loop()
         state = run.state
         evaluator = train.make_eval_step(network, collection)
@@ -199,7 +169,9 @@ def main(config: Config) -> dict[str, Any]:
     result = finite(result)
     result["seconds"] = round(time.perf_counter() - started, 2)
     if config.out is not None:
-        writers.curves(config.out / "curves.png", rows)
+        plots.curves(config.out / "curves.png", rows)
+        if config.storage.device_rows is not None:
+            plots.tiers(config.out / "tiers.png", rows)
         (config.out / "result.json").write_text(
             json.dumps(result, indent=2, allow_nan=False) + "\n"
         )
@@ -259,6 +231,8 @@ def build(config: Config, data: Opened, mesh):
             dim=model.row_dim(config.model.dim),
             optimizer=rows,
             initializer=initializer,
+            admit=config.admit.policy(),
+            evict=config.evict.policies(),
         )
         combiner = "mean" if name in data.bags else "sum"
         features[name] = embed.FeatureSpec(table, combiner=combiner)
@@ -285,13 +259,14 @@ def train_metrics() -> dict[str, metrics.Metric]:
 
 
 class Run:
-    """The training loop, and what it writes on the way."""
+    """The training loop, and what it writes on the way: see docs/counters.md."""
 
-    def __init__(self, config, collection, state, step, loader, writer, steps):
+    def __init__(self, config, collection, state, step, pace, loader, writer, steps):
         self.config = config
         self.collection = collection
         self.state: TrainState = state
         self.step = step
+        self.pace = pace
         self.loader = loader
         self.writer = writer
         self.rows: list[dict[str, float]] = []
@@ -304,7 +279,8 @@ class Run:
         taken = examples = 0
         recent: dict[str, float] = {}
         self.started = mark = time.perf_counter()
-        wait = 0.0
+        wait = idle = 0.0
+        before = 0
         bar = writers.ProgressBar(self.total_steps, batch_size=config.batch_size)
         with bar:
             for batch in self.batches():
@@ -327,13 +303,16 @@ class Run:
                             " dense features"
                         )
                     row["train/examples_per_s"] = recent["examples"] / (now - mark)
+                    row["train/step_ms"] = 1e3 * (now - mark) / (taken - before)
                     row |= {f"planner/{k}": v for k, v in recent.items()}
+                    row |= tier_rates(recent, taken - before)
                     row["loader/wait_s"] = self.loader.wait_seconds - wait
-                    wait = self.loader.wait_seconds
+                    row["device/wait_s"] = self.pace.idle_seconds - idle
+                    wait, idle = self.loader.wait_seconds, self.pace.idle_seconds
                     self.writer.write(taken, row)
                     self.rows.append({"step": taken, **row})
                     bar.write(taken, row)
-                    mark, recent = time.perf_counter(), {}
+                    mark, before, recent = time.perf_counter(), taken, {}
                 if taken == self.total_steps:
                     break
         if not taken:
@@ -346,13 +325,20 @@ class Run:
             "examples_per_s": round(steady / max(ended - after_first, 1e-9)),
             "train_seconds": round(ended - self.started, 2),
             **{f"planner/{k}": v for k, v in counters.items()},
+            **tier_rates(counters, taken),
             "loader/wait_s": round(self.loader.wait_seconds, 3),
-            "unique_keys": sum(
-                len(self.collection.keys(t.spec.name))
-                for g in self.collection.groups
-                for t in g.tables
-            ),
+            "device/wait_s": round(self.pace.idle_seconds, 3),
+            **self.sizes(),
         }
+
+    def sizes(self) -> dict[str, int]:
+        """How many keys have a row and, where there is a storage, what each tier holds."""
+        stats = list(self.collection.stats().values())
+        keys = sum(s["rows"] - s["coming_rows"] + s["leaving_rows"] for s in stats)
+        sizes = {"unique_keys": keys}
+        if self.config.storage.device_rows is not None:
+            sizes |= tier_sizes(stats)
+        return sizes
 
     def batches(self) -> Iterator[train.PreparedBatch]:
         """The batches of all epochs."""

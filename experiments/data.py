@@ -55,6 +55,10 @@ class DataConfig:
     """Synthetic rows to train on."""
     eval_rows: int = 200_000
     """Synthetic rows to evaluate on."""
+    vocabulary: tuple[int, ...] = Synthetic.vocabulary
+    """Ids of each synthetic feature."""
+    zipf: float = 1.1
+    """Exponent of Zipf's law, which the synthetic ids follow."""
 
     def __post_init__(self):
         if not 0 <= self.eval_fraction < 1:
@@ -146,7 +150,12 @@ def open_data(config: DataConfig, seed: int) -> Opened:
 
 
 def _open_synthetic(config: DataConfig, seed: int) -> Opened:
-    source = Synthetic(rows=config.rows + config.eval_rows, seed=seed)
+    source = Synthetic(
+        rows=config.rows + config.eval_rows,
+        seed=seed,
+        vocabulary=config.vocabulary,
+        zipf=config.zipf,
+    )
     train = sources.row_range(source, 0, config.rows)
     evaluation = sources.row_range(source, config.rows)
     return Opened(

@@ -37,7 +37,8 @@ class PreparedBatch:
       layout: what the words are.
       plan: of the embeddings.
       size: examples, padding apart.
-      counters: of the planner and of the data, by name.
+      counters: of the planner and of the data, by name, and with `planner_ms` how long
+        planning took.
     """
 
     packed: jax.Array
@@ -132,6 +133,7 @@ def _send(collection, batch, plan: Plan, groups: Index | None) -> PreparedBatch:
     counters["examples"] = size
     counters["padding_examples"] = devices * examples - size
     counters["bad_lines"] = batch.bad_lines
+    counters["planner_ms"] = 1e3 * plan.seconds
     return PreparedBatch(jax.device_put(packed, sharding), layout, plan, size, counters)
 
 
@@ -210,6 +212,7 @@ def make_train_step(
     loss: Loss = binary_cross_entropy,
     predict: Callable[[jax.Array], jax.Array] = jax.nn.sigmoid,
     microbatch_size: int | None = None,
+    pace: Pace | None = None,
 ) -> Callable[[TrainState, PreparedBatch], tuple[TrainState, dict[str, jax.Array]]]:
     """Makes the training step.
 
@@ -228,6 +231,8 @@ def make_train_step(
         all. Gradients are accumulated, so the result is the same up to rounding (but for
         layers that mix examples, such as batch norm). On a CPU 512-1024 keeps the
         activations in cache.
+      pace: keeps the step from running too far ahead of the devices, and notes when they
+        have nothing to do; None for one of its own.
 
     Returns:
       `step(state, batch) -> (state, {"loss": float32 []})`. `state` is donated.
@@ -298,7 +303,7 @@ def make_train_step(
             metrics=metrics,
         ), {"loss": value}
 
-    pace = Pace()
+    pace = pace or Pace()
 
     def step(state: TrainState, batch: PreparedBatch):
         pace.wait()

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: JSON lines, TensorBoard, a progress bar, a picture.
+"""Where the numbers of a run go: JSON lines, TensorBoard, a progress bar.
 
 A writer takes `write(step, {"train/loss": 0.4, "eval/auc": 0.78})` and is closed at the
 end; it is a context manager. Names are paths such as ``train/loss``, ``eval/auc`` or
@@ -378,73 +378,6 @@ def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
             )
         rows.append(row)
     return rows
-
-
-def curves(
-    path: str | os.PathLike,
-    rows: Iterable[Mapping[str, Any]],
-    *,
-    panels: Sequence[str] = ("loss", "auc"),
-) -> None:
-    """Draws curves over the steps into a PNG. Needs the extra ``shardjax[plot]``.
-
-    Args:
-      path: the PNG; its folder is made if need be.
-      rows: as of `read_rows`: dicts with "step" and values; None and nan are gaps. Of
-        two rows with one step and name the later one holds.
-      panels: one diagram each, of all values whose last part of the name contains it:
-        "loss" draws train/loss and eval/logloss. Those without a value are left out.
-
-    Raises:
-      ImportError: if matplotlib is not installed.
-      ValueError: if there is nothing to draw.
-
-    Example:
-      >>> import tempfile
-      >>> path = os.path.join(tempfile.mkdtemp(), "curves.png")
-      >>> curves(path, [{"step": 1, "eval/auc": 0.7}, {"step": 2, "eval/auc": 0.8}])
-      >>> Path(path).stat().st_size > 1000
-      True
-    """
-    lines: dict[str, dict[int, float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name != "step":
-                point = math.nan if value is None else value
-                lines.setdefault(name, {})[row["step"]] = point
-    drawn = {
-        panel: names
-        for panel in panels
-        if (names := [n for n in lines if panel in n.rsplit("/", 1)[-1]])
-    }
-    if not drawn:
-        raise ValueError(
-            f"curves need values with names such as {', '.join(panels)}, got"
-            f" {sorted(lines)}. Pass rows that hold some, or other `panels`."
-        )
-    try:
-        # Not pyplot, which holds a global backend and open figures.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "curves needs the package matplotlib, which is not installed. Run: pip"
-            " install 'shardjax[plot]'"
-        ) from error
-    figure = Figure(figsize=(6 * len(drawn), 4), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(drawn), squeeze=False)[0]
-    for axis, (panel, names) in zip(axes, drawn.items(), strict=True):
-        for name in names:
-            steps = sorted(lines[name])
-            points = [lines[name][step] for step in steps]
-            # A single point makes no line.
-            axis.plot(steps, points, marker="." if len(steps) < 30 else "", label=name)
-        axis.set(xlabel="step", title=panel)
-        axis.grid(alpha=0.3)
-        axis.legend()
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    canvas.print_png(os.fspath(path))
 
 
 def _as_step(step: Any) -> int:

@@ -13,6 +13,9 @@ import tensorboardX  # noqa: F401  its import sets an environment variable
 
 from experiments import config as configs, ctr
 from experiments.data import DataConfig, guess_format, open_data
+from experiments.tiers import tier_rates
+from shardjax import embed
+from shardjax.writers import read_rows
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"rows": 2000, "eval_rows": 1000}
@@ -54,7 +57,8 @@ def test_the_documented_command_prints_one_json_line_and_is_repeatable(tmp_path)
     second = run_program(*args, str(tmp_path / "again"))
     assert first.returncode == 0, first.stderr
     results = [json.loads(p.stdout.splitlines()[-1]) for p in (first, second)]
-    timed = {"examples_per_s", "train_seconds", "seconds", "loader/wait_s"}
+    timed = {"examples_per_s", "train_seconds", "seconds"}
+    timed |= {"loader/wait_s", "device/wait_s", "planner/planner_ms"}
     kept = [{k: v for k, v in r.items() if k not in timed} for r in results]
     assert kept[0] == kept[1]
     wanted = {"experiment", "mesh", "devices", "steps", "examples", "examples_per_s"}
@@ -279,7 +283,102 @@ def test_rows_off_the_devices_give_the_same_result(tmp_path):
         assert tiered[name] == plain[name]
 
 
-@pytest.mark.parametrize("option", ["host_bytes", "disk"])
+def test_where_rows_were_found_is_reported(tmp_path):
+    batches = ["abcd", "abef", "cdab"]  # four rows on the device: cd leave, then ef
+    lines = [f"{i % 2},{key}" for batch in batches for i, key in enumerate(batch)]
+    (tmp_path / "a.csv").write_text("\n".join(["label,letter", *lines]))
+    data = {"path": str(tmp_path / "a.csv"), "eval_fraction": 0.0, "shuffle": "none"}
+    data["categorical"] = ["letter"]
+    out = tmp_path / "out"
+    values = {"data": data, "batch_size": 4, "log_every": 1, "out": str(out)}
+    values["storage"] = {"device_rows": 4, "lookahead": 1}
+    result = ctr.main(ctr.from_anything(values))
+
+    names = ("device_hit_rate", "host_hit_rate", "disk_hit_rate", "new_rate")
+    rows = [r for r in read_rows(out / "metrics.jsonl") if "train/step_ms" in r]
+    rates = [[row[f"tiers/{name}"] for name in names] for row in rows]
+    assert rates == [[0, 0, 0, 1], [0.5, 0, 0, 0.5], [0.5, 0.5, 0, 0]]
+    assert [row["tiers/window_steps"] for row in rows] == [1, 1, 1]
+    np.testing.assert_allclose(
+        [result[f"tiers/{name}"] for name in names], [4 / 12, 2 / 12, 0, 6 / 12]
+    )
+    assert result["tiers/window_steps"] == 1
+    assert result["unique_keys"] == 6
+    held = [result[f"tiers/{tier}_rows"] for tier in ("device", "host", "disk")]
+    assert held == [4, 2, 0]
+    assert result["tiers/host_bytes"] > 0 and result["tiers/index_bytes"] > 0
+    assert result["tiers/disk_bytes"] == 0
+
+    for name in ("loader/wait_s", "device/wait_s"):
+        assert result[name] == pytest.approx(sum(r[name] for r in rows), abs=1e-3)
+    times = [row["planner/planner_ms"] for row in rows]
+    assert result["planner/planner_ms"] == pytest.approx(sum(times))
+    assert min(times) > 0 and min(row["train/step_ms"] for row in rows) > 0
+    for file in ("curves.png", "tiers.png"):
+        assert (out / file).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_a_storage_has_no_tiers(tmp_path):
+    result = ctr.main(small(steps=3, out=str(tmp_path), log_every=2))
+    [row, last, _] = read_rows(tmp_path / "metrics.jsonl")
+    assert (row["planner/examples"], last["planner/examples"]) == (512, 256)
+    for found in (result, row, last):
+        assert {"planner/planner_ms", "loader/wait_s", "device/wait_s"} <= found.keys()
+        assert not [name for name in found if name.startswith("tiers/")]
+        assert found["device/wait_s"] <= found["loader/wait_s"]
+    assert not (tmp_path / "tiers.png").exists()
+
+
+def test_keys_of_batches_that_were_only_planned_are_not_counted(monkeypatch):
+    found = []
+    sizes = ctr.Run.sizes
+
+    def count(run):
+        [stats] = run.collection.stats().values()
+        tables = [t.spec.name for g in run.collection.groups for t in g.tables]
+        found.append(sum(len(run.collection.keys(name)) for name in tables))
+        found.append(stats["rows"])
+        return sizes(run)
+
+    monkeypatch.setattr(ctr.Run, "sizes", count)
+    result = ctr.main(small(batch_size=64, steps=2))
+    assert result["unique_keys"] == found[0] == result["planner/inserted"] < found[1]
+
+
+def test_rates_are_of_sums_and_absent_where_nothing_was_counted():
+    counters = {"device_hits": 6, "host_hits": 2, "disk_hits": 1, "inserted": 3}
+    rates = tier_rates(counters | {"windows": 4}, 10)
+    assert list(rates.values()) == [6 / 12, 2 / 12, 1 / 12, 3 / 12, 2.5]
+    assert "tiers/window_steps" not in tier_rates(counters | {"windows": 0}, 10)
+    nothing = dict.fromkeys(counters, 0) | {"windows": 2}
+    assert tier_rates(nothing, 4) == {"tiers/window_steps": 2}
+    assert tier_rates({"inserted": 3}, 4) == {}
+
+
+@pytest.mark.parametrize("option", ["host_bytes", "disk", "disk_bytes"])
 def test_a_storage_needs_device_rows(option):
     with pytest.raises(ValueError, match=f"`{option}` is for rows that are not on the"):
         ctr.from_anything({"storage": {option: "8GB"}})
+
+
+def test_policies_reach_the_tables():
+    values = {
+        "data": {"rows": 2000, "eval_rows": 500, "vocabulary": [20, 3000], "zipf": 0.5},
+        "batch_size": 100,
+        "admit": {"min_count": 2},
+        "evict": {"ttl": 4, "every": 5, "lfu": 300, "show_click": 0.0},
+    }
+    config = ctr.from_anything(values)
+    assert config.evict.policies() == (
+        embed.TTL(4, 5), embed.ShowClick(0.98, 0.0, every=5), embed.LFU(300, 5),
+    )  # fmt: skip
+    result = ctr.main(config)
+    assert result["planner/refused"] > 500
+    assert result["planner/evicted_rows"] > 100
+    gone = result["planner/inserted"] - result["planner/evicted_rows"]
+    assert result["unique_keys"] == gone
+
+
+def test_two_ways_to_admit_keys_are_one_too_many():
+    with pytest.raises(ValueError, match="`min_count` and `probability` are two ways"):
+        ctr.from_anything({"admit": {"min_count": 2, "probability": 0.5}})

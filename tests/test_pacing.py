@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shardjax import pacing
 from shardjax.pacing import Pace
 
 ROOT = Path(__file__).parent.parent
@@ -15,7 +16,10 @@ class Result:
     """An array of a step that notes who waits for it."""
 
     def __init__(self, name, waited):
-        self.name, self.waited = name, waited
+        self.name, self.waited, self.done = name, waited, False
+
+    def is_ready(self):
+        return self.done
 
     def block_until_ready(self):
         self.waited.append(self.name)
@@ -32,6 +36,41 @@ def test_the_oldest_step_is_waited_for(limit):
         assert waited == list(range(max(name - limit + 1, 0)))
         pace.add(Result(name, waited))
     assert pace.under_way == limit
+
+
+def test_idle_time_counts_from_the_look_that_finds_no_step_under_way(monkeypatch):
+    class Clock:
+        now = 100.0
+
+        def perf_counter(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(pacing, "time", clock)
+    pace, steps = Pace(), [Result(i, []) for i in range(3)]
+    pace.look()  # no step yet: the devices wait for nothing
+    clock.now += 1
+    for step in steps[:2]:
+        pace.wait()
+        pace.add(step)
+    steps[0].done = True
+    pace.look()  # the other one is under way
+    clock.now += 1
+    steps[1].done = True
+    clock.now += 1
+    pace.look()
+    clock.now += 0.5
+    pace.look()
+    clock.now += 0.25
+    assert pace.idle_seconds == 0
+    pace.wait()
+    assert pace.idle_seconds == 0.75
+    clock.now += 1  # dispatching the step
+    pace.add(steps[2])
+    pace.look()
+    clock.now += 1
+    pace.wait()
+    assert pace.idle_seconds == 0.75
 
 
 PROGRAM = """

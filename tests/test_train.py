@@ -148,6 +148,7 @@ def test_prepared_batches_are_dealt_in_order_and_padded():
     assert "groups" not in unpacked[0]
     assert prepared.counters["examples"] == 13
     assert prepared.counters["padding_examples"] == 3
+    assert prepared.counters["planner_ms"] == 1e3 * prepared.plan.seconds > 0
 
 
 def test_prepared_batches_count_bad_lines_and_number_groups():

@@ -14,10 +14,8 @@ from shardjax.writers import (
     ProgressBar,
     TensorBoardWriter,
     Writer,
-    curves,
     read_rows,
 )
-from tests.helpers import run_python
 
 
 class Recorder(Writer):
@@ -343,69 +341,3 @@ def test_progress_checks_its_batch_size():
         ValueError, match="`batch_size` of ProgressBar must be positive"
     ):
         ProgressBar(10, batch_size=0)
-
-
-# --- curves ---------------------------------------------------------------------------
-
-ROWS = [
-    {"step": 1, "train/loss": 0.7, "planner/unique_ids": 10},
-    {"step": 2, "train/loss": None, "eval/auc": 0.6},
-    {"step": 3, "train/loss": math.nan, "eval/auc": 0.7, "eval/logloss": 0.5},
-    {"step": 2, "eval/auc": 0.65},
-]
-
-
-def test_curves_draws_losses_and_aucs(tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
-
-    drawn = []
-    plot = Axes.plot
-
-    def record(self, steps, points, **settings):
-        drawn.append((settings["label"], steps, points))
-        return plot(self, steps, points, **settings)
-
-    monkeypatch.setattr(Axes, "plot", record)
-    path = tmp_path / "new" / "curves.png"
-    curves(path, ROWS)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    names = [name for name, _, _ in drawn]
-    assert names == ["train/loss", "eval/logloss", "eval/auc"]
-    # The later of the two rows of step 2 holds; None and nan are gaps.
-    assert drawn[2] == ("eval/auc", [2, 3], [0.65, 0.7])
-    assert drawn[0][2] == [0.7, *[pytest.approx(math.nan, nan_ok=True)] * 2]
-
-
-def test_curves_from_the_file_of_a_run(tmp_path):
-    with JsonlWriter(tmp_path / "a.jsonl") as writer:
-        for step in range(1, 50):
-            writer.write(step, {"train/loss": 1 / step})
-    curves(tmp_path / "a.png", read_rows(tmp_path / "a.jsonl"), panels=["loss"])
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_curves_refuses_rows_with_nothing_to_draw(tmp_path):
-    for rows in ([], [{"step": 1, "planner/unique_ids": 3}]):
-        with pytest.raises(
-            ValueError, match="curves need values with names such as loss"
-        ):
-            curves(tmp_path / "a.png", rows)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_curves_names_the_extra_that_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'shardjax\[plot\]'"):
-        curves(tmp_path / "a.png", ROWS)
-
-
-def test_writers_load_lazily_and_curves_leave_the_backend_alone(tmp_path):
-    program = """
-import json, sys
-from shardjax.writers import curves
-assert not {"matplotlib", "tensorboardX"} & set(sys.modules)
-curves(sys.argv[1], json.loads('[{"step": 1, "eval/auc": 0.5}]'))
-assert "matplotlib.pyplot" not in sys.modules
-"""
-    run_python(program, str(tmp_path / "a.png"))
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

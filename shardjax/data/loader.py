@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 _PIECE_ROWS = 8192  # rows to put into order at once, for small batches
 _READ_AHEAD = 2  # batches between the two threads: one in hand, one ready
+_MEANWHILE = 0.001  # seconds between two calls of `meanwhile`
 
 
 class Loader(Generic[T]):
@@ -58,6 +59,8 @@ class Loader(Generic[T]):
         (fewer at the end of an epoch) and gives an iterable of what the loop gets, one
         for each.
       prefetch: how many finished batches may wait for the consumer; at least a window.
+      meanwhile: called every millisecond or so while the consumer waits for a batch, in the
+        consumer's thread; it should take no time.
       drop_last: leave out the rows at the end of an epoch that do not fill a batch.
         `dropped_rows` counts them.
 
@@ -90,6 +93,7 @@ class Loader(Generic[T]):
         map: Callable[[Any], Any] | None = None,
         window: int | None = None,
         prefetch: int = 4,
+        meanwhile: Callable[[], object] | None = None,
         drop_last: bool = False,
     ):
         check_count("batch_size", batch_size)
@@ -112,6 +116,7 @@ class Loader(Generic[T]):
         self.drop_last = drop_last
         self.window = window
         self._map = map
+        self._meanwhile = meanwhile
         self.epoch = 0
         self.batches = 0
         self.wait_seconds = 0.0
@@ -301,6 +306,9 @@ class Loader(Generic[T]):
                     threads.append(_start(*job))
             while True:
                 began = time.perf_counter()
+                if self._meanwhile is not None:
+                    while not mapped.has_item(_MEANWHILE):
+                        self._meanwhile()
                 ready = mapped.get()
                 self.wait_seconds += time.perf_counter() - began
                 if ready.error is not None:
@@ -355,6 +363,13 @@ class _Channel:
                 self._items.append(item)
                 self._changed.notify_all()
             return not self._closed
+
+    def has_item(self, seconds: float) -> bool:
+        """Waits so long at most; whether `get` would give something at once."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: bool(self._items) or self._closed, seconds
+            )
 
     def get(self) -> _Ready:
         """Waits for an item; once closed there is nothing but the end."""

@@ -402,10 +402,12 @@ class EmbeddingCollection:
         """How many rows are where, as planned, by slab.
 
         Returns:
-          By the slab's name: `tables`, `rows`, `device_rows`, `host_rows`, `disk_rows`;
-          the bytes of RAM that rows (`host_bytes`) and finding rows (`index_bytes`) take,
-          and of files (`disk_bytes`); and `candidates`, keys without a row whose
-          occurrences `admit` counts.
+          By the slab's name: `tables`; `rows`, of them `coming_rows`, the new ones of plans
+          that have not been applied; `leaving_rows`, which such plans let leave for good;
+          `device_rows`, `host_rows`, `disk_rows`; the bytes of RAM that rows
+          (`host_bytes`) and finding rows (`index_bytes`) take, and of files
+          (`disk_bytes`); and `candidates`, keys without a row whose occurrences `admit`
+          counts.
         """
         return self.planner.stats()
 

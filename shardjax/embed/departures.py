@@ -79,9 +79,9 @@ class Departures:
         return len(evicted)
 
     @property
-    def pending(self) -> bool:
-        """Whether there are rows that leave and have not gone."""
-        return any(not x.is_gone for x in self._leaving)
+    def pending_rows(self) -> int:
+        """Rows that leave and have not gone."""
+        return sum(len(x) for x in self._leaving if not x.is_gone)
 
     def keys(self, table: int) -> np.ndarray:
         """Salted keys of the rows of a table that leave and have not gone, uint64 [n]."""

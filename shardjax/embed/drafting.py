@@ -92,7 +92,7 @@ class Drafter:
         # evaluation numbers keys that may be on disk, or about to leave for good, and
         # forgets them again
         insert = [
-            train or tier.disk is not None or tier.departures.pending
+            train or tier.disk is not None or tier.departures.pending_rows > 0
             for tier, states in zip(self.tiers, self.tables, strict=True)
             for _ in states
         ]

@@ -51,6 +51,11 @@ class Fill:
     slots: np.ndarray
     words: np.ndarray
 
+    @property
+    def rows(self) -> int:
+        """How many they are."""
+        return int((self.slots < 2**30).sum())  # padding is past that
+
 
 @dataclass(eq=False)
 class WriteBack:

@@ -21,10 +21,11 @@ same order.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,7 @@ class Plan:
       sequence: number of this training plan, from 1; 0 for evaluation.
       version: for evaluation, how often rows had moved when it was made.
       counters: what the batch had, by name.
+      seconds: that making it took; the batches of a window share its time evenly.
     """
 
     examples: int
@@ -75,6 +77,7 @@ class Plan:
     sequence: int
     version: int = 0
     counters: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
 
     @property
     def fills(self) -> tuple[Fill, ...]:
@@ -209,7 +212,9 @@ class Planner:
         if train:
             return next(self.plan_window([(features, batch, clicks)], admit=admit))
         with self._planning, self._state:
-            return self._plan_evaluation(features, batch)
+            began = time.perf_counter()
+            plan = self._plan_evaluation(features, batch)
+            return replace(plan, seconds=time.perf_counter() - began)
 
     def plan_window(
         self, batches: Sequence[WindowBatch], *, admit: bool = False
@@ -234,6 +239,7 @@ class Planner:
         while waiting:
             error, shortened = None, False
             with self._planning:
+                began = time.perf_counter()
                 self._raise_failure()
                 first_step = self._planned + 1
                 self._evict_if_due(first_step)
@@ -265,7 +271,9 @@ class Planner:
                     drafts.append(draft)
                     waiting.popleft()
                 try:
-                    plans = self._close(drafts, first_step, shortened) if drafts else []
+                    plans = []
+                    if drafts:
+                        plans = self._close(drafts, first_step, shortened, began)
                 except BaseException as problem:
                     self._broken = repr(problem)
                     raise
@@ -327,7 +335,9 @@ class Planner:
             if failure is not None:
                 raise failure
 
-    def _close(self, drafts: list[Draft], first_step: int, shortened: bool):
+    def _close(
+        self, drafts: list[Draft], first_step: int, shortened: bool, began: float
+    ) -> list[Plan]:
         """Ends the window: rows get their slots, and batches their plans."""
         closed = [
             tier.close(
@@ -349,6 +359,8 @@ class Planner:
             self._planned += 1
             used = tuple(c[2][n] for c in closed)
             plans.append(self._arrange(draft, True, moves, used))
+        seconds = (time.perf_counter() - began) / len(plans)
+        plans = [replace(plan, seconds=seconds) for plan in plans]
         with self._state:
             self._pending.extend(plans)
         return plans
@@ -438,10 +450,11 @@ class Planner:
 
     def stats(self) -> dict[str, dict[str, int]]:
         """How many rows of each group are where; see `EmbeddingCollection.stats`."""
-        with self._planning:
+        with self._planning, self._state:
+            pending = [move for plan in self._pending for move in plan.moves]
             found = {}
-            for group, tier, states in zip(
-                self.groups, self.tiers, self.tables, strict=True
+            for g, (group, tier, states) in enumerate(
+                zip(self.groups, self.tiers, self.tables, strict=True)
             ):
                 host, disk = tier.host, tier.disk
                 rows = sum(s.rows for s in states)
@@ -450,6 +463,10 @@ class Planner:
                 found[group.name] = {
                     "tables": len(states),
                     "rows": rows,
+                    "coming_rows": sum(
+                        fill.rows for m in pending if m.group == g for fill in m.fills
+                    ),
+                    "leaving_rows": tier.departures.pending_rows,
                     "device_rows": rows - sum(elsewhere),
                     "host_rows": elsewhere[0],
                     "disk_rows": elsewhere[1],

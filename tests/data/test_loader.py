@@ -247,6 +247,31 @@ def test_a_slow_producer_makes_the_consumer_wait():
     assert 0.2 < loader.wait_seconds < 2
 
 
+@pytest.mark.parametrize("change", [None, lambda batch: batch])
+def test_a_waiting_consumer_does_something_meanwhile(change):
+    threads = []
+
+    def meanwhile():
+        threads.append(threading.current_thread())
+
+    loader = Loader(Numbers([2] * 4, delay=0.05), 2, map=change, meanwhile=meanwhile)
+    for _ in loader:
+        count = len(threads)
+        time.sleep(0.01)
+        assert len(threads) == count  # it does not wait here
+    assert set(threads) == {threading.current_thread()}
+    assert count > 3
+    assert 0.15 < loader.wait_seconds < 2
+
+
+def test_an_error_meanwhile_ends_the_loop():
+    def meanwhile():
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        list(Loader(Numbers([2] * 4, delay=0.05), 2, meanwhile=meanwhile))
+
+
 def test_a_slow_consumer_bounds_what_is_read():
     source, seen = Numbers([2] * 100), []
     loader = Loader(source, 2, map=lambda batch: seen.append(batch), prefetch=3)

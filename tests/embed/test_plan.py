@@ -1,6 +1,7 @@
 """What happens to every id of a batch, and what a refused batch leaves behind."""
 
 import gc
+import time
 
 import jax
 import numpy as np
@@ -528,6 +529,31 @@ def test_counters_of_a_batch():
     assert {name: counters[name] for name in expected} == expected
     assert 1.0 <= counters["exchange_imbalance"] <= 2.0
     assert counters["padding_rows"] == 2 * 64 - 3
+
+
+def test_the_batches_of_a_window_share_its_time():
+    collection = make({"x": FeatureSpec(table())})
+    began = time.perf_counter()
+    plans = list(collection.plan_window([({"x": np.arange(n)}, n) for n in (8, 3)]))
+    passed = time.perf_counter() - began
+    assert plans[0].seconds == plans[1].seconds > 0
+    assert plans[0].seconds + plans[1].seconds < passed
+    assert collection.plan({"x": np.arange(5)}, 5, train=False).seconds > 0
+
+
+@pytest.mark.parametrize("placement", ["row_wise", "data_parallel"])
+def test_rows_of_plans_that_are_not_applied_are_still_coming(placement):
+    spec = table(placement=placement)
+    collection = make({"x": FeatureSpec(spec)}, "2x1")
+    state = collection.init()
+    first = collection.plan({"x": np.arange(700)}, 700, train=True)
+    collection.plan({"x": np.arange(600, 1000)}, 400, train=True)
+    [stats] = collection.stats().values()
+    assert (stats["rows"], stats["coming_rows"]) == (1000, 1000)
+    collection.apply_fills(state, first)
+    [stats] = collection.stats().values()
+    assert (stats["rows"], stats["coming_rows"]) == (1000, 300)
+    assert len(collection.keys(spec.name)) == 700
 
 
 def test_keys_of_features_that_nobody_reads_are_counted():

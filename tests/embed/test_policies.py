@@ -165,6 +165,12 @@ def test_who_has_a_row_follows_the_model(policy, storage, tmp_path):
     run.collection.close()
 
 
+def keys_of(collection):
+    """How many keys of the two tables have a row now, by `stats`."""
+    stats = collection.stats().values()
+    return sum(s["rows"] - s["coming_rows"] + s["leaving_rows"] for s in stats)
+
+
 @pytest.mark.parametrize(
     ("mesh", "policy"),
     [*(("4x2", p) for p in POLICIES), ("1x1", "count, ttl, lfu"), ("8x1", "lru")],
@@ -177,7 +183,8 @@ def test_policies_act_alike_wherever_rows_lie_and_however_far_planning_is_ahead(
     plain = Run(mesh, "adam", **POLICIES[policy])
     for batch in made:
         plain.train([batch])
-        seen.append(plain.predict(probe))
+        keys = [len(plain.collection.keys(t)) for t in ("user", "item")]
+        seen.append((*plain.predict(probe), sum(keys)))
     for number, (name, window) in enumerate([("RAM", 7), ("disk", 3)]):
         path = tmp_path / str(number)
         run = Run(mesh, "adam", storage_of(name, path), window, **POLICIES[policy])
@@ -188,6 +195,7 @@ def test_policies_act_alike_wherever_rows_lie_and_however_far_planning_is_ahead(
                 run.take(batch)
                 predictions, unseen = run.predict(probe)
                 np.testing.assert_array_equal(predictions, seen[step][0])
+                assert keys_of(run.collection) == seen[step][2]
                 assert unseen == seen[step][1]
                 step += 1
         assert_same(plain, run)

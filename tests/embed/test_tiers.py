@@ -474,6 +474,7 @@ def test_rows_are_loaded_and_exported(mesh, where, tmp_path):
     stats = run.collection.stats()["group0"]
     users = len(run.collection.keys("user"))
     assert stats["tables"] == 2 and stats["rows"] == len(exported) + users
+    assert stats["coming_rows"] == 0
     assert stats["device_rows"] <= (320 if storage else stats["rows"])
     assert (stats["host_rows"] > 0) == (where != "devices")
     assert (stats["disk_rows"] > 0) == (where == "disk") == (stats["disk_bytes"] > 0)
