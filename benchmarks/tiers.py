@@ -38,7 +38,6 @@ def worker(a):
 
     import shardjax as sj
     from shardjax import data, embed, models, train
-    from shardjax.embed.index import entries_for
     from shardjax.network import from_nnx
     from shardjax.state import init_state
 
@@ -51,8 +50,8 @@ def worker(a):
     disk = tempfile.TemporaryDirectory()
     if a.worker == "disk":
         row_bytes = 4 * (DIM + (2 * DIM if a.optimizer == "adam" else 1)) + 36
-        index = len(NAMES) * 16 * entries_for(int(size * (a.share + 0.1)) + 5000)
-        index += 2 * total
+        known = embed.Index(int(size * (a.share + 0.1)) + 5000)
+        index = len(NAMES) * known.nbytes + 2 * total
         storage = embed.Storage(
             device_rows=int(total * a.share),
             host_bytes=int(0.1 * total * row_bytes + index),

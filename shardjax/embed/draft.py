@@ -9,11 +9,13 @@ from shardjax.embed import translate as kernels
 from shardjax.embed.admission import Gate
 from shardjax.embed.eviction import UNIT
 from shardjax.embed.groups import Table
-from shardjax.embed.index import MAX_LOAD, NEW, Index
+from shardjax.embed.index import NEW, Index, find_entries
 from shardjax.embed.inputs import Input
 from shardjax.embed.layout import rung
 from shardjax.embed.policies import ShowClick
 from shardjax.embed.residents import Residents, survey
+
+_STEP = 4096  # keys that the index makes room for at a time
 
 
 @dataclass
@@ -181,20 +183,20 @@ class TableState:
         bad_row = kernels.DROPPED if spec.on_bad_id == "drop" else kernels.NO_ROW
         start = 0
         while True:
-            self.counters[kernels.LIMIT] = int(len(self.index.table) * MAX_LOAD)
-            start = kernels.translate(
-                x.keys, x.bounds, start, raw, self.index.table, self.counters,
-                self.unique_entry, self.local_position, self.local_unique,
-                self.local_count, self.table.salt, insert,
+            self.counters[kernels.LIMIT] = self.index.limit
+            start = int(kernels.translate(
+                x.keys, x.bounds, start, raw, self.index.table, self.index.homes,
+                self.counters, self.unique_entry, self.local_position,
+                self.local_unique, self.local_count, self.table.salt, insert,
                 np.uint64(self.table.spec.vocabulary or 0), bad_row,
                 np.uint64((spec.padding_id or 0) % 2**64), spec.padding_id is not None,
-            )  # fmt: skip
+            ))  # fmt: skip
             self.index.count = int(self.counters[kernels.COUNT])
             if start == len(raw):
                 return raw
-            before = self.index.table
-            self.index.reserve(2 * self.index.count)
-            kernels.relink(before, self.index.table, self.unique_entry, self.unique)
+            count = self.index.count
+            more = min(len(raw) - start, count, _STEP)
+            self.index.reserve(count + more, self.unique_entry[: self.unique])
 
     @property
     def unique(self) -> int:
@@ -234,9 +236,8 @@ class TableState:
           Their numbers among the unique keys, int64 [n], and they, salted, uint64 [n].
         """
         kept = np.flatnonzero(draft.where >= 0)
-        found = self.index.table[draft.entries[kept]]
-        new = found[:, 1] >> np.uint64(32) == NEW
-        return kept[new], found[new, 0]
+        new = kept[self.index.codes(draft.entries[kept]) == NEW]
+        return new, self.index.table[draft.entries[new], 0]
 
     def beyond(
         self, draft: TableDraft, known: int = 0, on_disk: np.ndarray | None = None
@@ -266,7 +267,7 @@ class TableState:
         keys = self.index.table[draft.entries[stay], 0]
         self.index.remove(keys[hidden[stay]])
         entries = np.empty(len(stay), np.int32)
-        kernels.find_entries(self.index.table, keys, entries)
+        find_entries(self.index.table, self.index.homes, keys, entries)
         draft.entries[stay] = entries
         draft.where[hidden] = -1
         draft.new -= int(hidden.sum())

@@ -6,7 +6,6 @@ memory as it is written to: growing copies nothing. Rows that leave make room fo
 that come, last in, first out.
 """
 
-import mmap
 import os
 from collections.abc import Mapping
 
@@ -14,6 +13,7 @@ import numba
 import numpy as np
 
 from shardjax.embed.index import prefetch
+from shardjax.embed.memory import reserve
 from shardjax.embed.moves import WriteBack
 
 HEADER = np.dtype(
@@ -28,22 +28,7 @@ HEADER = np.dtype(
     ]
 )
 FREE = -1
-
-
 _BLOCK = 16
-
-
-def reserve(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """An array of zeros whose pages take memory when they are first written to."""
-    count = int(np.prod(shape, dtype=np.int64))
-    size = count * np.dtype(dtype).itemsize
-    flags = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
-    if not flags:
-        return np.zeros(shape, dtype)
-    space = mmap.mmap(-1, max(size, 1), flags | getattr(mmap, "MAP_NORESERVE", 0))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        space.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(space, dtype, count).reshape(shape)
 
 
 @numba.njit(nogil=True, cache=True)

@@ -1,16 +1,21 @@
-"""The key index: uint64 keys to int32 slots, open addressing with linear probing.
+"""The key index: uint64 keys to where their rows are, open addressing, linear probing.
 
 One numpy array of 16-byte entries, four to a cache line::
 
     table[i, 0] = key
-    table[i, 1] = slot << 32 | position       slot 2**32 - 1: the entry is empty
+    table[i, 1] = ~code << 32 | position       zeros: the entry is empty
 
-The planner gives ``slot`` a wider meaning, *where* a key's row is: below HOST a slot of
-its owner device, from HOST on a row of the RAM tier, from PENDING on (while a window is
-being planned) the number of a row that is to come. ``position`` belongs to the planner
-too: the place of the key in the list of unique keys of the batch being planned. It is
-only believed when that list points back at the entry (a sparse set), so nothing has to be
-cleared between batches.
+The planner's ``code`` says where a key's row is: below HOST a slot of its owner device,
+from HOST on a row of the RAM tier, from PENDING on (while a window is being planned) the
+number of a row that is to come. ``position`` belongs to the planner too: the place of the
+key in the list of unique keys of the batch being planned. It is only believed when that
+list points back at the entry (a sparse set), so nothing has to be cleared between batches.
+
+It grows as it fills, a piece at a time and where it lies (linear hashing, Litwin 1980). A
+key's *home*, where its probe begins, is as many low bits of its hash as number the homes,
+one bit fewer if that is past the last one. One home more thus takes keys from one other
+alone: with n homes (a power of two) and s more, homes [0, s) have been split. There is no
+wrapping around: past the last home lie entries for what overflows. See `growth`.
 
 Every 64-bit key is legal. The kernels release the GIL.
 """
@@ -21,20 +26,21 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from shardjax.embed.growth import SMALL, homes_for, limit_for, space_for
 from shardjax.embed.jagged import as_keys
 
 EMPTY = np.uint64(0xFFFFFFFF)
 NEW = np.uint64(0xFFFFFFFE)
 HOST = np.uint64(1 << 30)
 PENDING = np.uint64(1 << 31)
-EMPTY_ENTRY = np.uint64(0xFFFFFFFF_00000000)
-MAX_LOAD = 0.6
-MIN_CAPACITY = 64
 
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 _1 = np.uint64(1)
+_0 = np.uint64(0)
 _BLOCK = 32
+_PIECE = 128
+_NO_BATCH = np.empty(0, np.int32)
 
 
 @intrinsic
@@ -68,145 +74,208 @@ def mix64(key):
 
 
 @numba.njit(inline="always")
-def _approach(table, keys, start, stop, mask, home):
+def code_of(word):
+    """What the second word of an entry says of the row; EMPTY for an empty entry."""
+    return ~word >> _32
+
+
+@numba.njit(inline="always")
+def word_of(code, position):
+    """The second word of an entry."""
+    return ~code << _32 | position
+
+
+@numba.njit(inline="always")
+def mask_of(homes):
+    """The bits of a hash that number so many homes."""
+    mask = np.uint64(homes) - _1
+    mask |= mask >> np.uint64(1)
+    mask |= mask >> np.uint64(2)
+    mask |= mask >> np.uint64(4)
+    mask |= mask >> np.uint64(8)
+    return mask | mask >> np.uint64(16)
+
+
+@numba.njit(inline="always")
+def home_of(key, homes, mask):
+    """Where the probe for a key begins; `mask` is of `mask_of`."""
+    i = mix64(key) & mask
+    return i if i < np.uint64(homes) else i & (mask >> _1)
+
+
+@numba.njit(inline="always")
+def _approach(table, homes, mask, keys, start, stop, home):
     """Finds where the probes of keys [start, stop) begin, and prefetches from there."""
     for j in range(start, stop):
-        i = mix64(keys[j]) & mask
+        i = home_of(keys[j], homes, mask)
         home[j - start] = i
         prefetch(table, i)  # pyright: ignore[reportCallIssue]
 
 
 @numba.njit(nogil=True, cache=True)
-def _lookup(table, keys, slots):
-    mask = np.uint64(table.shape[0] - 1)
+def _lookup(table, homes, keys, slots):
+    mask = mask_of(homes)
     home = np.empty(_BLOCK, np.uint64)
     for start in range(0, keys.shape[0], _BLOCK):
         stop = min(start + _BLOCK, keys.shape[0])
-        _approach(table, keys, start, stop, mask, home)
+        _approach(table, homes, mask, keys, start, stop, home)
         for j in range(start, stop):
             key = keys[j]
             i = home[j - start]
             while True:
-                slot = table[i, 1] >> _32
-                if slot == EMPTY:
+                code = code_of(table[i, 1])
+                if code == EMPTY:
                     slots[j] = -1
                     break
                 if table[i, 0] == key:
-                    slots[j] = np.int64(slot)
+                    slots[j] = np.int64(code)
                     break
-                i = (i + _1) & mask
+                i += _1
 
 
 @numba.njit(nogil=True, cache=True)
-def _insert(table, keys, slots):
-    mask = np.uint64(table.shape[0] - 1)
+def _insert(table, homes, keys, slots):
+    mask = mask_of(homes)
     home = np.empty(_BLOCK, np.uint64)
     inserted = 0
     for start in range(0, keys.shape[0], _BLOCK):
         stop = min(start + _BLOCK, keys.shape[0])
-        _approach(table, keys, start, stop, mask, home)
+        _approach(table, homes, mask, keys, start, stop, home)
         for j in range(start, stop):
             key = keys[j]
             i = home[j - start]
             while True:
-                if table[i, 1] >> _32 == EMPTY:
+                if code_of(table[i, 1]) == EMPTY:
                     inserted += 1
                     break
                 if table[i, 0] == key:
                     break
-                i = (i + _1) & mask
+                i += _1
             table[i, 0] = key
-            table[i, 1] = np.uint64(slots[j]) << _32
+            table[i, 1] = word_of(np.uint64(slots[j]), _0)
     return inserted
 
 
-@numba.njit(nogil=True, cache=True)
-def find(table, key):
-    """The entry that holds `key`, or the number of entries if there is none."""
-    mask = np.uint64(table.shape[0] - 1)
-    i = mix64(key) & mask
-    while table[i, 1] >> _32 != EMPTY:
+@numba.njit(inline="always")
+def _find_from(table, key, i):
+    """The entry that holds `key`, whose probe begins at i, or the last entry."""
+    while code_of(table[i, 1]) != EMPTY:
         if table[i, 0] == key:
             return np.int64(i)
-        i = (i + _1) & mask
-    return np.int64(table.shape[0])
+        i += _1
+    return np.int64(table.shape[0] - 1)
 
 
 @numba.njit(nogil=True, cache=True)
-def rehash(old, new):
-    """Copies the entries of `old` into the larger `new`; returns how many."""
-    mask = np.uint64(new.shape[0] - 1)
-    count = 0
-    for j in range(old.shape[0]):
-        if old[j, 1] >> _32 == EMPTY:
-            continue
-        i = mix64(old[j, 0]) & mask
-        while new[i, 1] >> _32 != EMPTY:
-            i = (i + _1) & mask
-        new[i, 0] = old[j, 0]
-        new[i, 1] = old[j, 1]
-        count += 1
-    return count
+def find(table, homes, key):
+    """The entry that holds `key`; if there is none the last, which is always empty."""
+    return _find_from(table, key, home_of(key, homes, mask_of(homes)))
 
 
 @numba.njit(nogil=True, cache=True)
-def remove(table, keys):
+def find_entries(table, homes, keys, entries):
+    """Writes the entry of each of `keys`, int32 [n], as `find`."""
+    mask = mask_of(homes)
+    home = np.empty(_BLOCK, np.uint64)
+    for start in range(0, keys.shape[0], _BLOCK):
+        stop = min(start + _BLOCK, keys.shape[0])
+        _approach(table, homes, mask, keys, start, stop, home)
+        for j in range(start, stop):
+            entries[j] = _find_from(table, keys[j], home[j - start])
+
+
+@numba.njit(nogil=True, cache=True)
+def split(table, homes, wanted, unique_entry):
+    """Moves the entries that have another home among `wanted` homes than among `homes`.
+
+    Entries are taken out a piece at a time and put in again. Past the homes that are
+    split it goes on to an empty entry: what has overflowed may have to move up.
+
+    Args:
+      unique_entry: int32 [n], in and out: entries of the unique keys of a batch.
+
+    Returns:
+      How many entries it has looked at.
+    """
+    keys, words = np.empty(_PIECE, np.uint64), np.empty(_PIECE, np.uint64)
+    entries = np.empty(_PIECE, np.uint64)
+    seen = 0
+    while homes < wanted:
+        mask = mask_of(homes + 1)
+        lower = np.int64(mask >> _1) + 1
+        stop = min(wanted, 2 * lower)
+        i, end = np.uint64(homes - lower), np.uint64(stop - lower)
+        while i < end or code_of(table[i, 1]) != EMPTY:
+            piece = min(np.uint64(_PIECE), end - i) if i < end else _1
+            count = 0
+            for at in range(i, i + piece):  # no branches: half are empty, at random
+                keys[count] = table[at, 0]
+                words[count] = table[at, 1]
+                entries[count] = at
+                count += table[at, 1] > _LOW
+                table[at, 1] = _0
+            for j in range(count):
+                to = home_of(keys[j], stop, mask)
+                while code_of(table[to, 1]) != EMPTY:
+                    to += _1
+                table[to, 0] = keys[j]
+                table[to, 1] = words[j]
+                position = np.int64(words[j] & _LOW)
+                if position < unique_entry.shape[0]:
+                    if unique_entry[position] == np.int64(entries[j]):
+                        unique_entry[position] = np.int64(to)
+            i += piece
+            seen += np.int64(piece)
+        homes = stop
+    return seen
+
+
+@numba.njit(nogil=True, cache=True)
+def remove(table, homes, keys):
     """Removes those of `keys` that are there; returns how many.
 
     What follows an entry moves up (Knuth, vol. 3, 6.4, algorithm R): no tombstones.
     """
-    mask = np.uint64(table.shape[0] - 1)
+    mask = mask_of(homes)
     removed = 0
     for key in keys:
-        at = find(table, key)
-        if at == table.shape[0]:
+        hole = find(table, homes, key)
+        if code_of(table[hole, 1]) == EMPTY:
             continue
-        hole = np.uint64(at)
-        i = (hole + _1) & mask
-        while table[i, 1] >> _32 != EMPTY:
-            home = mix64(table[i, 0]) & mask
-            if (i - home) & mask >= (i - hole) & mask:
+        i = hole + 1
+        while code_of(table[i, 1]) != EMPTY:
+            if np.int64(home_of(table[i, 0], homes, mask)) <= hole:
                 table[hole, 0] = table[i, 0]
                 table[hole, 1] = table[i, 1]
                 hole = i
-            i = (i + _1) & mask
-        table[hole, 1] = EMPTY_ENTRY
+            i += 1
+        table[hole, 1] = _0
         removed += 1
     return removed
 
 
 @numba.njit(nogil=True, cache=True)
-def relocate(table, keys, where):
+def relocate(table, homes, keys, where):
     """Writes where each of `keys`, all of them there, has its row: int64 [n]."""
-    mask = np.uint64(table.shape[0] - 1)
+    mask = mask_of(homes)
     home = np.empty(_BLOCK, np.uint64)
     for start in range(0, keys.shape[0], _BLOCK):
         stop = min(start + _BLOCK, keys.shape[0])
-        _approach(table, keys, start, stop, mask, home)
+        _approach(table, homes, mask, keys, start, stop, home)
         for j in range(start, stop):
             i = home[j - start]
-            while table[i, 0] != keys[j] or table[i, 1] >> _32 == EMPTY:
-                i = (i + _1) & mask
-            table[i, 1] = np.uint64(where[j]) << _32 | (table[i, 1] & _LOW)
-
-
-def empty_table(entries: int) -> np.ndarray:
-    """An index array of `entries` (a power of two) without a key, uint64 [entries, 2]."""
-    table = np.empty((entries, 2), np.uint64)
-    table[:, 1] = EMPTY_ENTRY
-    return table
-
-
-def entries_for(count: int) -> int:
-    """The power of two of entries that holds `count` keys at the permitted load."""
-    entries = MIN_CAPACITY
-    while entries * MAX_LOAD < count:
-        entries *= 2
-    return entries
+            while table[i, 0] != keys[j] or code_of(table[i, 1]) == EMPTY:
+                i += _1
+            table[i, 1] = word_of(np.uint64(where[j]), table[i, 1] & _LOW)
 
 
 class Index:
     """A growing map from uint64 keys to int32 slots.
+
+    Attributes:
+      table: its entries, uint64 [.., 2]; those past the homes have hardly been used.
+      homes: how many entries are home to keys.
+      count: keys.
 
     Example:
       >>> index = Index()
@@ -217,19 +286,39 @@ class Index:
 
     def __init__(self, expected: int = 0):
         """Makes an empty index with room for `expected` keys."""
-        self.table = empty_table(entries_for(expected))
+        self.homes = homes_for(expected)
+        self.table = space_for(self.homes)
         self.count = 0
 
     def __len__(self) -> int:
         return self.count
 
-    def reserve(self, count: int) -> None:
-        """Grows the table so that `count` keys fit."""
-        entries = entries_for(count)
-        if entries > len(self.table):
-            table = empty_table(entries)
-            self.count = rehash(self.table, table)
+    @property
+    def limit(self) -> int:
+        """Keys that it takes before it grows."""
+        return limit_for(self.homes)
+
+    @property
+    def nbytes(self) -> int:
+        """RAM that it takes, in bytes."""
+        return min(self.table.nbytes, 16 * (self.homes + SMALL))
+
+    def reserve(self, count: int, unique_entry: np.ndarray = _NO_BATCH) -> None:
+        """Grows so that `count` keys fit.
+
+        Args:
+          count: how many.
+          unique_entry: int32 [n], in and out: entries of the unique keys of a batch.
+        """
+        homes = homes_for(count)
+        if homes <= self.homes:
+            return
+        if len(self.table) < homes + homes // 2:
+            table = space_for(homes)
+            table[: len(self.table)] = self.table
             self.table = table
+        split(self.table, self.homes, homes, unique_entry)
+        self.homes = homes
 
     def remove(self, keys: np.ndarray) -> None:
         """Forgets those of `keys`, uint64 [n], that it knows.
@@ -241,7 +330,7 @@ class Index:
           >>> len(index), index.lookup(np.array([7, 8], np.uint64)).tolist()
           (1, [-1, 1])
         """
-        self.count -= remove(self.table, as_keys(keys))
+        self.count -= remove(self.table, self.homes, as_keys(keys))
 
     def insert(self, keys: np.ndarray, slots: np.ndarray) -> None:
         """Maps each of `keys`, uint64 [n], to its slot, int32 [n]; the last one wins.
@@ -261,13 +350,17 @@ class Index:
         if bad.any():
             raise ValueError(f"slots must be in [0, 2**31), got {slots[bad][0]}")
         self.reserve(self.count + len(keys))
-        self.count += _insert(self.table, keys, slots.astype(np.int32))
+        self.count += _insert(self.table, self.homes, keys, slots.astype(np.int32))
+
+    def relocate(self, keys: np.ndarray, where: np.ndarray) -> None:
+        """Says anew where rows are: of `keys`, uint64 [n], all known, int64 [n]."""
+        relocate(self.table, self.homes, keys, where)
 
     def lookup(self, keys: np.ndarray) -> np.ndarray:
         """The slot of each of `keys`, uint64 [n], as int32 [n]; -1 for an absent key."""
         keys = as_keys(keys)
         slots = np.empty(len(keys), np.int32)
-        _lookup(self.table, keys, slots)
+        _lookup(self.table, self.homes, keys, slots)
         return slots
 
     def number(self, keys: np.ndarray) -> np.ndarray:
@@ -288,8 +381,15 @@ class Index:
             numbers = self.lookup(keys)
         return numbers
 
+    def codes(self, entries: np.ndarray) -> np.ndarray:
+        """What entries, int32 [n], say of their rows, uint64 [n]."""
+        return ~self.table[entries, 1] >> _32
+
     def items(self) -> tuple[np.ndarray, np.ndarray]:
         """All keys, uint64 [count], and their slots, int32 [count], in table order."""
-        slots = self.table[:, 1] >> _32
-        used = slots != EMPTY
-        return self.table[used, 0], slots[used].astype(np.int32)
+        end = self.homes
+        while self.table[end, 1]:
+            end += 1
+        used = self.table[:end]
+        used = used[used[:, 1] != _0]
+        return used[:, 0].copy(), (~used[:, 1] >> _32).astype(np.int32)

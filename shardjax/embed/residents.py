@@ -13,12 +13,11 @@ import numba
 import numpy as np
 
 from shardjax.embed.eviction import MOST_TALLY
-from shardjax.embed.index import HOST, NEW, PENDING, prefetch
+from shardjax.embed.index import HOST, NEW, PENDING, code_of, prefetch, word_of
 from shardjax.embed.storage import Storage
 from shardjax.embed.translate import owner_of
 
 _LOW = np.uint64(0xFFFFFFFF)
-_32 = np.uint64(32)
 
 SLOT = np.dtype(
     [
@@ -63,7 +62,7 @@ def survey(
             if where[g] < 0:
                 continue
             i = unique_entry[g]
-            code = table[i, 1] >> _32
+            code = code_of(table[i, 1])
             owner = owner_of(table[i, 0], single_owner, devices)
             owners[g] = owner
             where[g] = np.int64(code)
@@ -116,7 +115,7 @@ def commit(
             i = unique_entry[g]
             owner = owner_of(table[i, 0], single_owner, devices)
             owners[g] = owner
-            code = table[i, 1] >> _32
+            code = code_of(table[i, 1])
             where[g] = np.int64(code)
             if tracked and code < HOST:
                 at = np.uint64(owner) * np.uint64(slots.shape[1]) + code
@@ -145,8 +144,9 @@ def commit(
                 steps[count] = step
                 used[count] = 1
                 tallies[count] = amounts[g] if amounts.shape[0] else 1
-                table[i, 1] = (PENDING | np.uint64(count)) << _32 | (table[i, 1] & _LOW)
-                where[g] = np.int64(PENDING | np.uint64(count))
+                pending = PENDING | np.uint64(count)
+                table[i, 1] = word_of(pending, table[i, 1] & _LOW)
+                where[g] = np.int64(pending)
                 pinned[owner] += 1
                 count += 1
             else:

@@ -15,7 +15,7 @@ from shardjax.embed.host_rows import (
     store_headers,
     take_records,
 )
-from shardjax.embed.index import HOST, NEW, PENDING, Index, mix64, relocate
+from shardjax.embed.index import HOST, NEW, PENDING, Index, mix64
 from shardjax.embed.moves import (
     Fill,
     Move,
@@ -121,7 +121,7 @@ class Tier:
     def found_by(self) -> int:
         """Bytes of RAM that it takes to find rows."""
         disk = 0 if self.disk is None else self.disk.ram_bytes
-        return sum(x.table.nbytes for x in self.indexes) + disk
+        return sum(x.nbytes for x in self.indexes) + disk
 
     def close(
         self, first_step: int, ends: Sequence[int], most_bytes: int | None
@@ -164,7 +164,7 @@ class Tier:
         if stored is not None:
             place_slots(slots, coming.owners, places, stored.slots)
         for t, at in by_table(coming.tables, len(self.indexes)):
-            relocate(self.indexes[t].table, coming.keys[at], slots[at].astype(np.int64))
+            self.indexes[t].relocate(coming.keys[at], slots[at].astype(np.int64))
         moves: list[Move | None] = []
         start = 0
         for end in ends:
@@ -243,7 +243,7 @@ class Tier:
         )  # fmt: skip
         for t, at in by_table(tables, len(self.indexes)):
             where = rows[at].astype(np.int64) + int(HOST)
-            relocate(self.indexes[t].table, keys[at], where)
+            self.indexes[t].relocate(keys[at], where)
         padded_slots = padded(left)
         padded_rows = np.full(padded_slots.shape, -1, np.int32)
         padded_rows[owners, places] = rows

@@ -11,12 +11,21 @@ table, slots are given out afterwards in a fixed order.
 import numba
 import numpy as np
 
-from shardjax.embed.index import EMPTY, NEW, find, mix64, prefetch
+from shardjax.embed.index import (
+    EMPTY,
+    NEW,
+    code_of,
+    home_of,
+    mask_of,
+    mix64,
+    prefetch,
+    word_of,
+)
 
 # places of the counters that translate keeps, int64 [N_COUNTERS]
 COUNT = 0  # keys in the table's index
 UNIQUE = 1  # unique keys of this batch so far, over all requesters
-LIMIT = 2  # index entries that may be used before the index must grow
+LIMIT = 2  # keys that the index takes before it must grow
 UNSEEN = 3  # ids without a row (evaluation)
 BAD = 4  # ids outside a fixed vocabulary
 FIRST_BAD = 5  # position of the first of them
@@ -28,8 +37,8 @@ NO_ROW = -1  # reads zeros, counts in a mean
 DROPPED = -2  # reads zeros, does not count in a mean
 
 _LOW = np.uint64(0xFFFFFFFF)
-_32 = np.uint64(32)
 _1 = np.uint64(1)
+_0 = np.uint64(0)
 _BLOCK = 32
 
 
@@ -40,6 +49,7 @@ def translate(
     start,
     raw,
     table,
+    homes,
     counters,
     unique_entry,
     local_position,
@@ -61,6 +71,7 @@ def translate(
       raw: int32 [n], out: position among the unique keys of (table, requester), or
         NO_ROW, or DROPPED.
       table: the index array. Its key is the raw key plus the table's salt.
+      homes: of the index.
       counters: int64 [N_COUNTERS], in and out.
       unique_entry: int32 [..], out: entry of each unique key of the batch.
       local_position: int32 [.., requesters], out: its position per requester, or -1.
@@ -75,7 +86,7 @@ def translate(
     Returns:
       n, or the key at which the index has to grow before going on.
     """
-    mask = np.uint64(table.shape[0] - 1)
+    mask = mask_of(homes)
     home = np.empty(_BLOCK, np.uint64)
     requesters = bounds.shape[0] - 1
     unique = counters[UNIQUE]
@@ -85,7 +96,7 @@ def translate(
         for block in range(first, bounds[r + 1], _BLOCK):
             stop = min(block + _BLOCK, bounds[r + 1])
             for j in range(block, stop):
-                i = mix64(keys[j] + salt) & mask
+                i = home_of(keys[j] + salt, homes, mask)
                 home[j - block] = i
                 prefetch(table, i)  # pyright: ignore[reportCallIssue]
             for j in range(block, stop):
@@ -102,12 +113,12 @@ def translate(
                 key = keys[j] + salt
                 i = home[j - block]
                 while True:
-                    entry = table[i, 1]
-                    if entry >> _32 == EMPTY or table[i, 0] == key:
+                    word = table[i, 1]
+                    if code_of(word) == EMPTY or table[i, 0] == key:
                         break
-                    i = (i + _1) & mask
-                position = np.int64(entry & _LOW)
-                if entry >> _32 == EMPTY:
+                    i += _1
+                position = np.int64(word & _LOW)
+                if code_of(word) == EMPTY:
                     if not insert:
                         counters[UNSEEN] += 1
                         raw[j] = NO_ROW
@@ -117,7 +128,7 @@ def translate(
                         counters[COUNT] = count
                         return j
                     table[i, 0] = key
-                    entry = NEW << _32
+                    word = word_of(NEW, _0)
                     count += 1
                     position = unique
                     known = False
@@ -126,7 +137,7 @@ def translate(
                 if not known:
                     position = unique
                     unique_entry[position] = np.int64(i)
-                    table[i, 1] = (entry & ~_LOW) | np.uint64(position)
+                    table[i, 1] = (word & ~_LOW) | np.uint64(position)
                     for q in range(requesters):
                         local_position[position, q] = -1
                     unique += 1
@@ -353,17 +364,3 @@ def truncate(values, lengths, limit, keep_last, out, out_lengths):
         at += keep
         k += n
     return at
-
-
-@numba.njit(nogil=True, cache=True)
-def relink(before, after, unique_entry, unique):
-    """Points the batch's unique keys at their entries in the index that has grown."""
-    for g in range(unique):
-        unique_entry[g] = find(after, before[unique_entry[g], 0])
-
-
-@numba.njit(nogil=True, cache=True)
-def find_entries(table, keys, entries):
-    """Writes the entry of each of `keys`, int32 [n]; one past the last for none."""
-    for g in range(keys.shape[0]):
-        entries[g] = find(table, keys[g])

@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
-from shardjax.embed import Index
-from shardjax.embed.index import MAX_LOAD, empty_table, entries_for, find, mix64
+from shardjax.embed import Index, growth, index as index_module
+from shardjax.embed.growth import homes_for
+from shardjax.embed.index import EMPTY, find, find_entries, home_of, mask_of, mix64
 from tests.embed.reference import unmix64
 
 KEYS = st.integers(0, 2**64 - 1)
@@ -30,12 +31,81 @@ def test_index_is_a_dict(batches):
         )
         index.insert(keys, slots)
         model.update(batch)
-        assert len(index) == len(model) <= MAX_LOAD * len(index.table)
+        assert len(index) == len(model) <= index.limit
     asked = u64([*model, *(k ^ 1 for k in model), 7])
     expected = [model.get(int(k), -1) for k in asked]
     np.testing.assert_array_equal(index.lookup(asked), expected)
     got = dict(zip(*(x.tolist() for x in index.items()), strict=True))
     assert got == model
+
+
+CHANGES = st.lists(
+    st.one_of(
+        st.tuples(st.just("insert"), st.lists(NEAR_KEYS, max_size=60)),
+        st.tuples(st.just("insert many"), st.integers(0, 2**20)),
+        st.tuples(st.just("remove"), st.lists(NEAR_KEYS, max_size=60)),
+        st.tuples(st.just("remove some"), st.floats(0, 1)),
+        st.tuples(st.just("relocate"), st.integers(0, 2**31 - 1)),
+        st.tuples(st.just("reserve"), st.integers(0, 40)),
+    ),
+    max_size=12,
+)
+
+
+@pytest.fixture
+def none_is_small(monkeypatch):
+    """Indexes grow a home at a time from the first."""
+    monkeypatch.setattr(growth, "SMALL", 0)
+
+
+@given(changes=CHANGES)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_large_index_is_a_dict_whatever_happens_to_it(none_is_small, changes):
+    index, model = Index(), {}
+    for change, what in changes:
+        known = u64(model)
+        if change.startswith("insert"):
+            new = what
+            if change == "insert many":
+                new = np.random.default_rng(what).integers(0, 2**64, 150, np.uint64)
+            slots = np.arange(len(new)) + len(model)
+            index.insert(u64(new), slots)
+            model.update(zip(map(int, new), slots.tolist(), strict=True))
+        elif change.startswith("remove"):
+            gone = what
+            if change == "remove some":
+                gone = list(model)[: int(what * len(model))]
+            index.remove(u64(gone))
+            for key in gone:
+                model.pop(key, None)
+        elif change == "relocate":
+            index.relocate(known, np.full(len(known), what))
+            model = dict.fromkeys(model, what)
+        else:
+            # a batch has met all keys, in an order of its own
+            met = known[np.argsort(mix64_of(known))]
+            entries = entries_of(index, met)
+            index.table[entries, 1] |= np.arange(len(met), dtype=np.uint64)
+            index.reserve(len(index) + what, entries)
+            np.testing.assert_array_equal(entries, entries_of(index, met))
+            index.table[entries, 1] &= ~np.uint64(0xFFFFFFFF)
+        assert len(index) == len(model) <= index.limit
+    asked = u64([*model, *(k ^ 1 for k in model), 7])
+    expected = [model.get(int(k), -1) for k in asked]
+    np.testing.assert_array_equal(index.lookup(asked), expected)
+    got = dict(zip(*(x.tolist() for x in index.items()), strict=True))
+    assert got == model
+    assert np.count_nonzero(index.table[: 2 * index.homes, 1]) == len(model)
+
+
+def mix64_of(keys: np.ndarray) -> np.ndarray:
+    return np.array([mix64(k) for k in keys], np.uint64)
+
+
+def entries_of(index: Index, keys: np.ndarray) -> np.ndarray:
+    entries = np.empty(len(keys), np.int32)
+    find_entries(index.table, index.homes, keys, entries)
+    return entries
 
 
 @given(st.lists(st.lists(NEAR_KEYS, max_size=60)))
@@ -61,12 +131,68 @@ def test_growth_keeps_every_key():
     assert len(index) == len(keys)
 
 
+@pytest.mark.parametrize("reserves", [True, False])
+def test_growth_is_in_small_steps_and_moves_nothing(monkeypatch, reserves):
+    monkeypatch.setattr(growth, "can_reserve", reserves)
+    seen = [0]
+
+    def counted(*args):
+        seen.append(split(*args))
+
+    split = index_module.split
+    monkeypatch.setattr(index_module, "split", counted)
+    rng = np.random.default_rng(0)
+    keys, step = rng.integers(2**64, size=400_000, dtype=np.uint64), 1000
+    index, moved = Index(), []
+    for at in range(0, len(keys), step):
+        table, before = index.table, index.nbytes
+        seen[:] = [0]
+        index.insert(keys[at : at + step], np.arange(at, at + step))
+        if index.table is not table:
+            moved.append(at)
+        if at > growth.SMALL // 2:  # it is large, and was so before
+            assert max(seen) < 5 * step + 1000
+            if reserves:
+                assert index.nbytes - before <= 16 * 5 * step
+                assert index.nbytes < 48 * len(index) + 16 * growth.SMALL
+        if at % 20_000 == 0:
+            found = index.lookup(keys[: at + step])
+            np.testing.assert_array_equal(found, np.arange(at + step))
+    np.testing.assert_array_equal(index.lookup(keys), np.arange(len(keys)))
+    # once it is not small it stays where it is
+    assert len([at for at in moved if at > growth.SMALL // 2]) == (0 if reserves else 3)
+
+
+def test_keys_in_the_order_of_an_index_fill_another_evenly():
+    rng = np.random.default_rng(0)
+    first, second = Index(), Index()
+    keys = rng.integers(2**64, size=200_000, dtype=np.uint64)
+    first.insert(keys, np.arange(len(keys)))
+    ordered, _ = first.items()
+    farthest = 0
+    for part in np.array_split(ordered, 400):
+        second.insert(part, np.arange(len(part)))
+        homes, mask = second.homes, mask_of(second.homes)
+        entries = entries_of(second, part)
+        at = [home_of(key, homes, mask) for key in part[::50]]
+        farthest = max(farthest, int((entries[::50] - np.array(at)).max()))
+    assert farthest < 200
+
+
+def test_an_index_has_room_for_what_int32_can_number():
+    with pytest.raises(
+        MemoryError, match="an index has room for 608453700 keys and not"
+    ):
+        Index(608_453_701)
+    assert Index(600_000_000).limit >= 600_000_000
+
+
 def test_expected_keys_need_no_growth():
     index = Index(expected=5000)
-    table = index.table
+    table, homes = index.table, index.homes
     index.insert(np.arange(5000, dtype=np.uint64), np.arange(5000))
     assert index.table is table
-    assert len(table) == entries_for(5000)
+    assert index.homes == homes == homes_for(5000)
 
 
 def test_keys_that_share_a_hash_are_kept_apart():
@@ -79,7 +205,9 @@ def test_keys_that_share_a_hash_are_kept_apart():
     np.testing.assert_array_equal(index.lookup(keys), np.arange(len(keys)))
     absent = u64([unmix64((2000 << 32) | 5)])
     assert index.lookup(absent) == -1
-    assert find(index.table, absent[0]) == len(index.table)
+    none = find(index.table, index.homes, absent[0])
+    assert none == len(index.table) - 1
+    assert index.codes(np.array([none])) == EMPTY
 
 
 def test_all_integer_kinds_of_keys_are_one_key():
@@ -131,4 +259,4 @@ def test_an_empty_index_holds_nothing():
     index.insert(u64([]), np.array([], np.int32))
     assert index.number(u64([])).shape == (0,)
     assert [len(x) for x in index.items()] == [0, 0]
-    assert len(empty_table(64)) == 64
+    assert index.nbytes <= 2048

@@ -14,6 +14,7 @@ from shardjax.embed import (
     Jagged,
     PlanError,
     TableSpec,
+    growth,
     zeros,
 )
 from shardjax.mesh import make_mesh
@@ -505,6 +506,26 @@ def test_threads_change_no_plan():
         )
     del together
     gc.collect()  # ends its threads
+
+
+def test_an_index_may_grow_in_the_middle_of_a_batch(monkeypatch):
+    plans = []
+    for small, room in ((growth.SMALL, 100_000), (growth.SMALL, 0), (0, 0)):
+        monkeypatch.setattr(growth, "SMALL", small)
+        collection = make({"x": FeatureSpec(table()), "y": FeatureSpec(table())}, "2x4")
+        index = collection.planner.tables[0][0].index
+        index.reserve(room)
+        homes = [index.homes]
+        rng = np.random.default_rng(0)
+        plans.append([])
+        for _ in range(4):
+            values = {n: rng.integers(0, 9000, 3000) for n in ("x", "y")}
+            plans[-1].append(collection.plan(values, 3000, train=True))
+            homes.append(index.homes)
+        assert (homes[0] < homes[1] < homes[-1]) == (room == 0)
+    for never, at_once, in_steps in zip(*plans, strict=True):
+        assert_same_plan(never, at_once)
+        assert_same_plan(never, in_steps)
 
 
 def test_counters_of_a_batch():
