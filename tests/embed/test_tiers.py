@@ -39,10 +39,10 @@ def network() -> Network:
     return Network(apply, {"w": np.eye(4, dtype=np.float32)}, {})
 
 
-def batches(n=STEPS, keys=KEYS, seed=0):
+def batches(n=STEPS, keys=KEYS, seed=0, power=1.0):
     """Batches with Zipf keys, bags and duplicates."""
     rng = np.random.default_rng(seed)
-    chance = 1 / (1 + np.arange(keys))
+    chance = (1.0 + np.arange(keys)) ** -power
     chance /= chance.sum()
     made = []
     for _ in range(n):

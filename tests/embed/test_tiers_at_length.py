@@ -1,0 +1,131 @@
+"""Long runs, most of whose rows are in RAM and on disk: the same bits as on the devices.
+
+200 steps; the devices hold 5 % of the rows that are touched, RAM 20 %, the disk the rest. With
+delays in every tier, segments merged all the time, and evaluation in between.
+"""
+
+import functools
+import random
+import time
+
+import numpy as np
+import pytest
+
+from shardjax import train
+from shardjax.data import Loader
+from shardjax.embed import Storage
+from shardjax.embed.disk_rows import DiskRows
+from shardjax.embed.host_rows import HostRows
+from shardjax.embed.moves import WriteBack
+from tests.embed.test_tiers import OPTIMIZERS, Run, assert_same, batches
+
+STEPS, KEYS, EVERY = 200, 6000, 25
+
+
+@functools.cache
+def made():
+    return batches(STEPS, keys=KEYS, power=0.3)
+
+
+@functools.cache
+def probe():
+    return batches(1, keys=KEYS, seed=5, power=0.3)[0]
+
+
+@functools.cache
+def reference(mesh: str, optimizer: str):
+    """The run with all rows on the devices, and what evaluation saw on the way."""
+    run = Run(mesh, optimizer)
+    seen = []
+    for step, batch in enumerate(made()):
+        run.train([batch])
+        if step % EVERY == 0:
+            seen.append(run.predict(probe()))
+    return run, seen
+
+
+def delayed(function, chance=0.3):
+    """A function that at times takes up to 3 ms longer."""
+    draw = random.Random(0)
+
+    @functools.wraps(function)
+    def slow(*args, **kwargs):
+        if draw.random() < chance:
+            time.sleep(0.003 * draw.random())
+        return function(*args, **kwargs)
+
+    return slow
+
+
+@pytest.fixture
+def slow_tiers(monkeypatch):
+    """RAM, disk and the way from the devices take longer, at random."""
+    for owner, names in (
+        (HostRows, ("take", "release", "coldest")),
+        (DiskRows, ("_find", "_write", "_compact")),
+        (WriteBack, ("parts",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, delayed(getattr(owner, name)))
+    draw = random.Random(1)
+    arrived = WriteBack.has_arrived.fget
+    monkeypatch.setattr(
+        WriteBack, "has_arrived", property(lambda x: draw.random() < 0.5 and arrived(x))
+    )
+
+
+# every K with every mesh and every optimizer
+CASES = [
+    (mesh, optimizer, (1, 2, 7, 50)[(m + o + more) % 4])
+    for m, mesh in enumerate(("1x1", "8x1", "4x2"))
+    for o, optimizer in enumerate(OPTIMIZERS)
+    for more in (0, 2)
+]
+
+
+@pytest.mark.parametrize(("mesh", "optimizer", "lookahead"), CASES)
+def test_tiers_change_no_bit(mesh, optimizer, lookahead, slow_tiers, tmp_path):
+    plain, seen = reference(mesh, optimizer)
+    touched = sum(s["rows"] for s in plain.collection.stats().values())
+    storage = Storage(
+        device_rows=touched // 20, host_bytes="1GB", disk=tmp_path / "rows"
+    )
+    run = Run(mesh, optimizer, storage, lookahead)
+    tier = run.collection.planner.tiers[0]
+    tier.disk._merge_bytes = 1 << 15
+    most = touched // 5 * tier.host.row_bytes
+    room = run.collection.planner.drafter
+    room.room = lambda tier: most  # of rows alone, whatever the index takes
+    loader = Loader(
+        InOrder(made()),
+        len(made()[0].labels),
+        map=lambda many: train.prepare_window(run.collection, many),
+        window=lookahead,
+    )
+    found = []
+    for step, batch in enumerate(loader):
+        run.take(batch)
+        if step % EVERY == 0:
+            found.append(run.predict(probe()))
+    for (ours, unseen), (theirs, expected) in zip(found, seen, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert unseen == expected
+    assert_same(plain, run, KEYS)
+    stats = run.collection.stats()["group0"]
+    assert stats["rows"] == touched and stats["device_rows"] <= touched / 20
+    assert stats["disk_rows"] > touched / 4
+    if lookahead < 50:  # else what planned windows send there comes on top
+        assert stats["host_rows"] <= touched / 5
+    assert run.counters["disk_hits"] > touched / 2 and tier.disk.compactions > 3
+    run.collection.close()
+
+
+class InOrder:
+    """A source of batches as they are."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def chunks(self, start: int = 0):
+        """The batches from a number on."""
+        yield from self.batches[start:]
