@@ -1,5 +1,6 @@
 """The disk tier of one slab: segments in a folder, and their compaction."""
 
+import itertools
 import logging
 import os
 import threading
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shardjax.embed.segments import HEADER_WORDS, Found, Segment, hash_keys
+from shardjax.embed.records import HEADER_WORDS, hash_keys
+from shardjax.embed.segments import Found, Segment
 
 _log = logging.getLogger(__name__)
 _LOCK = "shardjax.lock"
@@ -74,6 +76,9 @@ class DiskRows:
       words: 32-bit words per row.
       merge_bytes: how much compaction reads and writes at a time.
       threads: that read.
+      map_bytes: of files that look-ups may read as memory. Pages that were read count as
+        resident memory of the process, though the system takes them back when it needs to;
+        this is the most they can be. Files beyond are read by system calls.
 
     Example:
       >>> import tempfile
@@ -99,12 +104,15 @@ class DiskRows:
         words: int,
         merge_bytes: int = 256 << 20,
         threads: int = 4,
+        map_bytes: int = 2 << 30,
     ):
         self.folder = folder
         self.name = name
         self.words = words
         self._record_bytes = 4 * (HEADER_WORDS + words)
         self._merge_bytes = merge_bytes
+        self._map_bytes = map_bytes
+        self._threads = threads
         self.segments: list[Segment] = []
         self.compactions = 0
         self._files = 0
@@ -148,7 +156,7 @@ class DiskRows:
             return
         segment = self._write(keys, tables, last_step, steps_used, rows)
         with self._lock:
-            self.segments.append(segment)
+            self._replace([], segment)
         self._start_compaction()
         while self._compacting is not None and self.file_bytes > self._most_bytes:
             self.wait()  # dead records would pile up faster than they are cleared away
@@ -186,22 +194,27 @@ class DiskRows:
         hashes = np.empty(len(keys), np.uint64)
         hash_keys(keys, hashes)
         records = np.empty((len(keys), HEADER_WORDS + self.words), np.int32)
-        mask = np.zeros(len(keys), bool)
         out = np.full(len(keys), -1, np.int64)
-        wanted = np.arange(len(keys))
-        with self._lock:
+
+        def search(wanted):
+            found = []
             for segment in reversed(self.segments):
-                if not len(wanted):
-                    break
-                run = self._readers.map if len(wanted) > 512 else map
-                segment.find(wanted, keys, tables, hashes, out, records, run)
-                hit = out[wanted] >= 0
-                here = wanted[hit]
-                mask[here] = True
-                if bury and len(here):
+                here, wanted = segment.find(wanted, keys, tables, hashes, out, records)
+                found.append((segment, here))
+            return found
+
+        order = np.argsort(hashes)  # once: so are the records of each segment
+        run, parts = map, [order]
+        if len(keys) > 512:
+            run, parts = self._readers.map, np.array_split(order, self._threads)
+        with self._lock:
+            found = list(run(search, parts))
+            if bury:
+                for segment, here in itertools.chain(*found):
                     segment.bury(out[here])
-                wanted = wanted[~hit]
-        return Found(mask, records[:, 3], records[:, 4].view(np.uint32), records[:, 6:])
+        return Found(
+            out >= 0, records[:, 3], records[:, 4].view(np.uint32), records[:, 6:]
+        )
 
     def _write(self, keys, tables, last_step, steps_used, rows) -> Segment:
         self._files += 1
@@ -216,6 +229,16 @@ class DiskRows:
                 f" {error.strerror}. No row is lost: they are still in RAM. Free space, or"
                 " give another folder",
             ) from error
+
+    def _replace(self, old: list[Segment], new: Segment | None) -> None:
+        """Puts a segment, if any, in the place of some; with the lock held."""
+        segments = [s for s in self.segments if s not in old]
+        if new is not None:
+            mapped = sum(s.mapped.nbytes for s in segments)
+            if mapped + new.file_bytes <= self._map_bytes:
+                new.map()
+            segments.append(new)
+        self.segments = segments  # at once: others count rows without the lock
 
     @property
     def _most_bytes(self) -> int:
@@ -284,8 +307,7 @@ class DiskRows:
                     n = number[own]
                     gone = (segment.dead[n >> 3] >> (n & 7)) & 1 == 1
                     merged.bury(place[own][gone])
-            kept = [s for s in self.segments if s not in chosen]
-            self.segments = kept + ([] if merged is None else [merged])
+            self._replace(chosen, merged)
             self.compactions += 1
         for segment in chosen:
             segment.delete()
