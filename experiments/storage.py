@@ -22,6 +22,8 @@ class StorageConfig:
     """Folder for the rows that RAM does not hold; emptied at the end."""
     disk_bytes: str | None = None
     """What the files there may take, such as 100GB."""
+    map_bytes: str | None = None
+    """How much of the files may be read as memory, faster; a tenth of host-bytes without."""
     keep: Literal["lfu", "lru"] = "lfu"
     """Rows that stay when others must come: the most often or the last used ones."""
 
@@ -33,7 +35,7 @@ class StorageConfig:
     def storage(self) -> embed.Storage | None:
         """For a collection."""
         if self.device_rows is None:
-            for name in ("host_bytes", "disk", "disk_bytes"):
+            for name in ("host_bytes", "disk", "disk_bytes", "map_bytes"):
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"`{name}` is for rows that are not on the devices, got"
@@ -45,6 +47,7 @@ class StorageConfig:
             host_bytes=self.host_bytes,
             disk=self.disk,
             disk_bytes=self.disk_bytes,
+            map_bytes=self.map_bytes,
             keep=self.keep,
         )
 

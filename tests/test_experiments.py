@@ -355,7 +355,7 @@ def test_rates_are_of_sums_and_absent_where_nothing_was_counted():
     assert tier_rates({"inserted": 3}, 4) == {}
 
 
-@pytest.mark.parametrize("option", ["host_bytes", "disk", "disk_bytes"])
+@pytest.mark.parametrize("option", ["host_bytes", "disk", "disk_bytes", "map_bytes"])
 def test_a_storage_needs_device_rows(option):
     with pytest.raises(ValueError, match=f"`{option}` is for rows that are not on the"):
         ctr.from_anything({"storage": {option: "8GB"}})

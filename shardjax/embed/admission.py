@@ -8,7 +8,7 @@ import numpy as np
 
 from shardjax.embed.index import Index, mix64
 from shardjax.embed.policies import Always, MinCount, Probability
-from shardjax.embed.segments import hash_keys
+from shardjax.embed.records import hash_keys
 
 _log = logging.getLogger(__name__)
 

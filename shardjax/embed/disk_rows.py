@@ -1,6 +1,7 @@
 """The disk tier of one slab: segments in a folder, and their compaction."""
 
 import errno
+import itertools
 import logging
 import os
 import threading
@@ -12,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from shardjax.embed.eviction import Cut, Facts
-from shardjax.embed.segments import HEADER_WORDS, Found, Segment, hash_keys
+from shardjax.embed.records import HEADER_WORDS, hash_keys
+from shardjax.embed.segments import Found, Segment
 
 _log = logging.getLogger(__name__)
 _LOCK = "shardjax.lock"
@@ -73,11 +75,20 @@ class DiskBudget:
     Args:
       folder: for the files.
       most_bytes: of all of them; None for any number.
+      map_bytes: of them, how many may be mapped: a file that is read as memory is read
+        about three times as fast while the system has it in its cache, and what is
+        there counts as memory of this process, which the system takes back at need.
     """
 
-    def __init__(self, folder: DiskFolder, most_bytes: int | None = None):
+    def __init__(
+        self,
+        folder: DiskFolder,
+        most_bytes: int | None = None,
+        map_bytes: int = 2 << 30,
+    ):
         self.folder = folder
         self.most_bytes = most_bytes
+        self.map_bytes = map_bytes
         self.members: weakref.WeakSet[DiskRows] = weakref.WeakSet()
 
     def lacks(self, size: int) -> bool:
@@ -127,6 +138,7 @@ class DiskRows:
         self.words = words
         self._record_bytes = 4 * (HEADER_WORDS + words)
         self._merge_bytes = merge_bytes
+        self._threads = threads
         self.segments: list[Segment] = []
         self._kept: list[Segment] = []  # merged, and still read by `evict`
         self.compactions = 0
@@ -143,6 +155,11 @@ class DiskRows:
     def file_bytes(self) -> int:
         """Bytes of all files."""
         return sum(s.file_bytes for s in self.segments)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the files that are mapped."""
+        return sum(s.mapped.nbytes for s in self.segments + self._kept)
 
     @property
     def live_bytes(self) -> int:
@@ -172,7 +189,7 @@ class DiskRows:
         self._check_budget(len(keys))
         segment = self._write(keys, tables, last_step, tallies, rows)
         with self._lock:
-            self.segments.append(segment)
+            self._replace([], segment)
         self._start_compaction()
         while self._compacting is not None and self.file_bytes > self._most_bytes:
             self.wait()  # dead records would pile up faster than they are cleared away
@@ -278,22 +295,27 @@ class DiskRows:
         hashes = np.empty(len(keys), np.uint64)
         hash_keys(keys, hashes)
         records = np.empty((len(keys), HEADER_WORDS + self.words), np.int32)
-        mask = np.zeros(len(keys), bool)
         out = np.full(len(keys), -1, np.int64)
-        wanted = np.arange(len(keys))
-        with self._lock:
+
+        def search(wanted):
+            found = []
             for segment in reversed(self.segments):
-                if not len(wanted):
-                    break
-                run = self._readers.map if len(wanted) > 512 else map
-                segment.find(wanted, keys, tables, hashes, out, records, run)
-                hit = out[wanted] >= 0
-                here = wanted[hit]
-                mask[here] = True
-                if bury and len(here):
+                here, wanted = segment.find(wanted, keys, tables, hashes, out, records)
+                found.append((segment, here))
+            return found
+
+        order = np.argsort(hashes)  # once: so are the records of each segment
+        run, parts = map, [order]
+        if len(keys) > 512:
+            run, parts = self._readers.map, np.array_split(order, self._threads)
+        with self._lock:
+            found = list(run(search, parts))
+            if bury:
+                for segment, here in itertools.chain(*found):
                     segment.bury(out[here])
-                wanted = wanted[~hit]
-        return Found(mask, records[:, 3], records[:, 4].view(np.uint32), records[:, 6:])
+        return Found(
+            out >= 0, records[:, 3], records[:, 4].view(np.uint32), records[:, 6:]
+        )
 
     def _write(self, keys, tables, last_step, tallies, rows) -> Segment:
         self._files += 1
@@ -308,6 +330,17 @@ class DiskRows:
                 f" {error.strerror}. No row is lost: they are still in RAM. Free space, or"
                 " give another folder",
             ) from error
+
+    def _replace(self, old: list[Segment], new: Segment | None) -> None:
+        """Puts a segment, if any, in the place of some; with the lock held."""
+        segments = [s for s in self.segments if s not in old]
+        if new is not None:
+            kept = sum(s.mapped.nbytes for s in [*segments, *self._kept])
+            others = sum(x.mapped_bytes for x in self.budget.members if x is not self)
+            if kept + others + new.file_bytes <= self.budget.map_bytes:
+                new.map()
+            segments.append(new)
+        self.segments = segments  # at once: others count rows without the lock
 
     @property
     def _most_bytes(self) -> int:
@@ -387,8 +420,7 @@ class DiskRows:
                     n = number[own]
                     gone = (segment.dead[n >> 3] >> (n & 7)) & 1 == 1
                     merged.bury(place[own][gone])
-            kept = [s for s in self.segments if s not in chosen]
-            self.segments = kept + ([] if merged is None else [merged])
+            self._replace(chosen, merged)
             self.compactions += 1
             self._kept += [s for s in chosen if s.readers]
             unused = [s for s in chosen if not s.readers]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardjax.embed.policies import LFU, LRU, TTL, Eviction, ShowClick
-from shardjax.embed.segments import Facts, Segment, hash_keys
+from shardjax.embed.records import hash_keys
+from shardjax.embed.segments import Facts, Segment
 
 UNIT = 4096  # of ShowClick scores in a tally
 MOST_TALLY = 2**32 - 1

@@ -155,7 +155,8 @@ class Planner:
             if path not in self._folders:
                 self._folders[path] = DiskFolder(path)
             most = None if storage.disk_bytes is None else int(storage.disk_bytes)
-            budgets[storage] = DiskBudget(self._folders[path], most)
+            mapped = int(storage.map_bytes or 0)
+            budgets[storage] = DiskBudget(self._folders[path], most, mapped)
         return budgets[storage]
 
     def _size(self, train: bool, name: tuple, needed: int, smallest: int) -> int:

@@ -13,7 +13,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def parse_bytes(name: str, value: int | str) -> int:
+def parse_bytes(name: str, value: int | str, least: int = 1) -> int:
     """A number of bytes from an integer or a text such as "8GB" or "512 MiB".
 
     Raises:
@@ -35,8 +35,9 @@ def parse_bytes(name: str, value: int | str) -> int:
                 f" TiB), such as '8GB', got {value!r}"
             )
         value = int(float(match[1]) * _UNITS[match[2].upper()])
-    if value < 1:
-        raise ValueError(f"`{name}` must be positive, got {value}")
+    if value < least:
+        rule = "be positive" if least else "not be negative"
+        raise ValueError(f"`{name}` must {rule}, got {value}")
     return int(value)
 
 
@@ -58,6 +59,10 @@ class Storage:
       disk_bytes: what the files there may take, such as "100GB"; None for any. Merging
         files takes up to 256 MB more for a moment. Rows that find no room are an error,
         and stay in RAM: let rows leave for good (`evict` of a table), or give more.
+      map_bytes: of the files, how much may be mapped: a file that is read as memory is
+        read about three times as fast while the system has it in its cache. What is there
+        counts as memory of this process (RSS), though the system takes it back at need.
+        None for a tenth of `host_bytes`.
       keep: which rows stay on the devices when others must come: those used most often
         lately, "lfu", or those used last, "lru".
 
@@ -70,6 +75,7 @@ class Storage:
     host_bytes: int | str | None = None
     disk: str | os.PathLike | None = None
     disk_bytes: int | str | None = None
+    map_bytes: int | str | None = None
     keep: Keep = "lfu"
 
     def __post_init__(self):
@@ -81,14 +87,20 @@ class Storage:
                 f"`disk` is for the rows that RAM does not hold, got {str(self.disk)!r} and"
                 " no `host_bytes`. Say how much RAM, such as host_bytes='8GB'"
             )
-        if self.disk_bytes is not None:
-            size = parse_bytes("disk_bytes", self.disk_bytes)
-            object.__setattr__(self, "disk_bytes", size)
+        for name in ("disk_bytes", "map_bytes"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            least = 0 if name == "map_bytes" else 1
+            size = parse_bytes(name, value, least)
+            object.__setattr__(self, name, size)
             if self.disk is None:
                 raise ValueError(
-                    f"`disk_bytes` is what files in `disk` may take, got {size} and no"
-                    " `disk`. Name a folder"
+                    f"`{name}` is about the files in `disk`, got {size} and no `disk`. Name"
+                    " a folder"
                 )
+        if self.disk is not None and self.map_bytes is None:
+            object.__setattr__(self, "map_bytes", int(self.host_bytes or 0) // 10)
         rows = self.device_rows
         if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
             raise TypeError(f"`device_rows` must be an integer, got {rows!r}")

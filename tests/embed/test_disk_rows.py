@@ -1,12 +1,14 @@
 """The disk tier: no row lost, doubled or mixed up, and faults are told."""
 
 import errno
+import mmap
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from shardjax.embed.disk_rows import DiskBudget, DiskFolder, DiskRows
-from shardjax.embed.segments import CorruptSegmentError
+from shardjax.embed.segments import CorruptSegmentError, Segment
 from tests.embed.reference import unmix64
 
 ROOT = Path(__file__).parent.parent.parent
@@ -28,9 +30,10 @@ def folder(tmp_path):
     folder.close()
 
 
-@pytest.fixture
-def disk(folder):
-    disk = DiskRows(DiskBudget(folder), "group0", WORDS, merge_bytes=1 << 14)
+@pytest.fixture(params=[1 << 30, 0], ids=["mapped", "by_calls"])
+def disk(folder, request):
+    budget = DiskBudget(folder, map_bytes=request.param)
+    disk = DiskRows(budget, "group0", WORDS, merge_bytes=1 << 14)
     yield disk
     disk.close()
 
@@ -76,7 +79,8 @@ ACTIONS = st.lists(
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_disk_rows_are_a_dict(tmp_path_factory, actions):
     folder = DiskFolder(tmp_path_factory.mktemp("disk"))
-    disk = DiskRows(DiskBudget(folder), "group0", WORDS, merge_bytes=1 << 10)
+    budget = DiskBudget(folder, map_bytes=1 << 11)
+    disk = DiskRows(budget, "group0", WORDS, merge_bytes=1 << 10)
     model: dict[tuple[int, int], int] = {}
     for version, (what, items) in enumerate(actions):
         if what == "add":
@@ -166,14 +170,108 @@ def test_a_flipped_bit_is_noticed(disk, word):
             stream.write(bytes([byte ^ 16]))
     with pytest.raises(CorruptSegmentError, match=r"record \d+ .* has changed"):
         disk.take(u64(range(1000)), np.zeros(1000, np.int32))
+    assert len(disk) == 1000
 
 
-def test_a_truncated_file_is_noticed(disk):
+@pytest.mark.parametrize("size", [0, 2000, 4096, 35_999])
+def test_a_truncated_file_is_noticed(disk, size):
     add(disk, range(1000))
     [file] = disk.budget.folder.path.glob("*rows")
-    os.truncate(file, 2000)
-    with pytest.raises(CorruptSegmentError, match=r"group0-000001.* is cut off"):
+    os.truncate(file, size)
+    message = rf"group0-000001.*record {size // 36} .* is cut off"
+    with pytest.raises(CorruptSegmentError, match=message):
         disk.take(u64(range(1000)), np.zeros(1000, np.int32))
+
+
+def resident(path):
+    """Bytes of the files in a folder that are in memory as this process's own."""
+    total, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            counts = str(path) in line
+        elif name == "Rss:" and counts:
+            total += int(rest[0]) << 10
+    return total
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells")
+def test_memory_of_mapped_files_is_bounded(folder):
+    budget = DiskBudget(folder, map_bytes=8 << 20)
+    disk = DiskRows(budget, "group0", WORDS, merge_bytes=1 << 22)
+    everything = range(400_000)
+    keys, tables = u64(everything), np.zeros(400_000, np.int32)
+    for start in range(0, 400_000, 100_000):
+        add(disk, everything[start : start + 100_000])
+    check(disk.read(keys, tables), keys, tables, 0, np.ones(400_000, bool))
+    assert [len(s.mapped) for s in disk.segments] == [100_000, 100_000, 0, 0]
+    assert 7_200_000 <= resident(folder.path) <= 8 << 20
+    left = np.arange(400_000) % 4 == 0
+    disk.take(keys[~left], tables[~left])
+    disk.wait()
+    check(disk.read(keys, tables), keys, tables, 0, left)
+    assert [len(s.mapped) for s in disk.segments] == [100_000]
+    assert 3_600_000 <= resident(folder.path) <= 4 << 20
+    disk.close()
+    assert resident(folder.path) == 0
+
+
+def test_a_file_system_without_maps_is_read_by_calls(folder, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    disk = DiskRows(DiskBudget(folder), "group0", WORDS)
+    add(disk, range(1000))
+    keys, tables = u64(range(1100)), np.zeros(1100, np.int32)
+    check(disk.read(keys, tables), keys, tables, 0, keys < 1000)
+    assert not len(disk.segments[0].mapped)
+    disk.close()
+
+
+def test_what_reads_a_file_keeps_its_memory(folder):
+    disk = DiskRows(DiskBudget(folder), "group0", WORDS)
+    add(disk, range(1000))
+    records = disk.segments[0].mapped
+    disk.close()
+    assert sorted(records[:, 0].tolist()) == list(range(1000))
+
+
+def test_no_row_is_uncounted_while_files_are_replaced(folder, monkeypatch):
+    counts = []
+    disk = DiskRows(DiskBudget(folder), "group0", WORDS)
+    map_file = Segment.map
+    monkeypatch.setattr(
+        Segment, "map", lambda self: (counts.append(len(disk)), map_file(self))
+    )
+    add(disk, range(1000))
+    disk.take(u64(range(500)), np.zeros(500, np.int32))
+    disk._compact(list(disk.segments))
+    assert counts == [0, 500]
+    assert len(disk) == 500
+    disk.close()
+
+
+def test_look_ups_while_files_come_and_go(disk):
+    """Compaction replaces files all the time; what stays is found all the time."""
+    kept = u64(range(2000))
+    add(disk, kept)
+
+    def churn():
+        for n in range(60):
+            passing = range(10_000 + n * 1000, 11_000 + n * 1000)
+            add(disk, passing)
+            disk.take(u64(passing), np.zeros(1000, np.int32))
+
+    tables = np.zeros(2000, np.int32)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(churn)
+        while not done.done():
+            check(disk.read(kept, tables), kept, tables, 0, np.ones(2000, bool))
+        done.result()
+    disk.wait()
+    assert disk.compactions > 3
+    assert len(disk) == 2000
 
 
 def test_compaction_notices_a_changed_record_and_says_so_next_time(disk):

@@ -273,6 +273,6 @@ def test_a_storage_that_does_not_fit_a_table_is_an_error(changes, error, message
 
 def test_bytes_on_disk_need_a_folder():
     with pytest.raises(
-        ValueError, match="`disk_bytes` is what files in `disk` may take"
+        ValueError, match="`disk_bytes` is about the files in `disk`, got"
     ):
         Storage(device_rows=9, disk_bytes="1GB")

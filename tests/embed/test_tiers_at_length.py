@@ -68,10 +68,9 @@ def slow_tiers(monkeypatch):
         for name in names:
             monkeypatch.setattr(owner, name, delayed(getattr(owner, name)))
     draw = random.Random(1)
-    arrived = WriteBack.has_arrived.fget
-    monkeypatch.setattr(
-        WriteBack, "has_arrived", property(lambda x: draw.random() < 0.5 and arrived(x))
-    )
+    arrived = WriteBack.has_arrived
+    late = property(lambda x: draw.random() < 0.5 and arrived.__get__(x))
+    monkeypatch.setattr(WriteBack, "has_arrived", late)
 
 
 # every K with every mesh and every optimizer
