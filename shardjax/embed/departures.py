@@ -24,6 +24,9 @@ _CHUNK = 1 << 20
 class Departures:
     """Evicts rows of one group.
 
+    Attributes:
+      waiting: rows that leave before the next window, oldest first.
+
     Args:
       owners: of rows.
       single_owners: of each table, -1 where rows have several.
@@ -47,7 +50,7 @@ class Departures:
         self._indexes = indexes
         self._residents, self._host, self._disk = residents, host, disk
         self._flying = flying
-        self._waiting: list[Evicted] = []  # for the next window
+        self.waiting: list[Evicted] = []
         self._leaving: list[Evicted] = []  # until they are gone
 
     def evict(self, table: int, policies: Iterable[Eviction], step: int) -> int:
@@ -74,7 +77,7 @@ class Departures:
             return 0
         evicted = Evicted.join(parts)
         self._indexes[table].remove(evicted.keys[evicted.sources < 0])
-        self._waiting.append(evicted)
+        self.waiting.append(evicted)
         self._leaving.append(evicted)
         return len(evicted)
 
@@ -88,14 +91,9 @@ class Departures:
         parts = [x.keys[x.tables == table] for x in self._leaving if not x.is_gone]
         return np.concatenate([np.zeros(0, np.uint64), *parts])
 
-    @property
-    def waiting(self) -> bool:
-        """Whether rows leave before the next window."""
-        return bool(self._waiting)
-
     def take(self) -> tuple[Evicted, ...]:
         """The rows that leave before the next window; once."""
-        taken, self._waiting = tuple(self._waiting), []
+        taken, self.waiting = tuple(self.waiting), []
         return taken
 
     @property

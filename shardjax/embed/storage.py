@@ -53,7 +53,8 @@ class Storage:
         optimizer share a slab). A batch, or a window of several, needs all its rows on
         the devices while it is trained on.
       host_bytes: RAM for the other rows and for what is needed to find rows, such as
-        "8GB"; None for as much as they take. Rows beyond go to `disk`.
+        "8GB"; None for as much as they take. Rows beyond go to `disk`. It does not bound
+        what is under way: batches and moves that are planned ahead.
       disk: a folder for the rows that RAM does not hold. One process uses it at a time,
         and what is in it is good while the process lives.
       disk_bytes: what the files there may take, such as "100GB"; None for any. Merging

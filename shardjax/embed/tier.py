@@ -359,6 +359,16 @@ class Tier:
         held = np.zeros(len(keys), np.int64)
         places = np.zeros(len(keys), np.int64)
         leaving: list[Evicted] = []
+
+        def undo(evicted: Evicted) -> None:
+            at, found = _find(table, keys, evicted.tables, evicted.keys)
+            leaving.append(evicted)
+            slots[at], rows[at] = evicted.slots[found], -1
+            held[at] = np.where(slots[at] < 0, -1 - len(leaving), 0)
+            places[at] = found
+
+        for evicted in reversed(self.departures.waiting):
+            undo(evicted)
         for move in reversed(waiting):
             at, found = _find(table, keys, move.tables, move.keys)
             source.append(move.stored)
@@ -372,11 +382,7 @@ class Tier:
                 slots[at] = back.slots[back.owners[found], back.places[found]]
                 rows[at], held[at] = -1, 0
             for evicted in reversed(move.evicted):
-                at, found = _find(table, keys, evicted.tables, evicted.keys)
-                leaving.append(evicted)
-                slots[at], rows[at] = evicted.slots[found], -1
-                held[at] = np.where(slots[at] < 0, -1 - len(leaving), 0)
-                places[at] = found
+                undo(evicted)
         on_disk = None
         unknown = np.flatnonzero((slots < 0) & (rows < 0) & (held == 0))
         if self.disk is not None and len(unknown):
