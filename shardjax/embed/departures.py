@@ -15,6 +15,7 @@ from shardjax.embed.host_rows import HostRows
 from shardjax.embed.index import Index
 from shardjax.embed.moves import WriteBack
 from shardjax.embed.policies import Eviction, ShowClick
+from shardjax.embed.records import HEADER_WORDS
 from shardjax.embed.residents import FREE, Residents
 from shardjax.embed.translate import find_owners
 
@@ -127,7 +128,7 @@ class Departures:
             )
         for s, segment in enumerate(evicted.segments):
             own = np.flatnonzero(evicted.sources[at] == s)
-            records[own] = segment.read(evicted.numbers[at[own]])
+            records[own] = segment.read(evicted.numbers[at[own]])[:, HEADER_WORDS:]
         return records
 
     def _flies(self, evicted: Evicted) -> bool:

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from shardjax.embed.eviction import Cut, Facts
+from shardjax.embed.merging import Part, merged_parts, sorted_parts
 from shardjax.embed.records import HEADER_WORDS, hash_keys
-from shardjax.embed.segments import Found, Segment
+from shardjax.embed.segments import CorruptSegmentError, Found, Segment
 
 _log = logging.getLogger(__name__)
 _LOCK = "shardjax.lock"
@@ -187,7 +188,8 @@ class DiskRows:
         if not len(keys):
             return
         self._check_budget(len(keys))
-        segment = self._write(keys, tables, last_step, tallies, rows)
+        parts = sorted_parts(keys, tables, last_step, tallies, rows)
+        segment = self._write(len(keys), parts)
         with self._lock:
             self._replace([], segment)
         self._start_compaction()
@@ -275,10 +277,16 @@ class DiskRows:
 
     def rewrite(self, table: int, change: Callable[[np.ndarray], np.ndarray]) -> None:
         """Changes the tallies, uint32 [n], of all rows of a table."""
+
+        def apply(records):
+            own = records[:, 2] == table
+            tallies = records[own, 4].view(np.uint32)
+            records[own, 4] = change(tallies).view(np.int32)
+
         self.wait()
         for segment in list(self.segments):
             if any(len(numbers) for numbers, _ in segment.facts(table)):
-                self._compact([segment], table, change)
+                self._compact([segment], apply)
 
     def keys(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All keys and their tables, uint64 and int32 [n], a part at a time."""
@@ -317,16 +325,18 @@ class DiskRows:
             out >= 0, records[:, 3], records[:, 4].view(np.uint32), records[:, 6:]
         )
 
-    def _write(self, keys, tables, last_step, tallies, rows) -> Segment:
+    def _write(self, count: int, parts: Iterable[Part]) -> Segment:
         self._files += 1
         path = self.budget.folder.path / f"{self.name}-{self._files:06d}{_PATTERN[1:]}"
         try:
-            return Segment.write(path, keys, tables, last_step, tallies, rows)
+            return Segment.write(path, HEADER_WORDS + self.words, count, parts)
+        except CorruptSegmentError:  # of what is read for it
+            raise
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"the disk tier cannot write {len(keys)} rows"
-                f" ({len(keys) * self._record_bytes} bytes) to {str(path)!r}:"
+                f"the disk tier cannot write {count} rows"
+                f" ({count * self._record_bytes} bytes) to {str(path)!r}:"
                 f" {error.strerror}. No row is lost: they are still in RAM. Free space, or"
                 " give another folder",
             ) from error
@@ -379,53 +389,47 @@ class DiskRows:
         return chosen
 
     def _compact(
-        self,
-        chosen: list[Segment],
-        table: int = -1,
-        change: Callable[[np.ndarray], np.ndarray] | None = None,
+        self, chosen: list[Segment], change: Callable[[np.ndarray], None] | None = None
     ) -> None:
         """Makes one segment of what lives in some; in the background.
 
-        A `change` of the tallies of a table applies to what is copied.
+        Args:
+          chosen: segments.
+          change: of records, int32 [n, words], in place, on the way.
         """
-        numbers, parts, origin = [], [], []
-        for s, segment in enumerate(chosen):
-            chunk = max((4 << 20) // self._record_bytes, 1)
-            for start in range(0, segment.count, chunk):
-                stop = min(start + chunk, segment.count)
-                rows, records = segment.live_records(start, stop)
-                numbers.append(rows)
-                parts.append(records)
-                origin.append(np.full(len(rows), s, np.int32))
-        records = np.concatenate(parts)
-        number, source = np.concatenate(numbers), np.concatenate(origin)
+        with self._lock:
+            before = [s.dead.copy() for s in chosen]
+            count = sum(s.live for s in chosen)
         merged = None
-        if len(records):
-            keys = np.ascontiguousarray(records[:, :2]).view(np.uint64)[:, 0]
-            tables, steps = records[:, 2].copy(), records[:, 3].copy()
-            tallies = records[:, 4].copy().view(np.uint32)
-            if change is not None:
-                tallies[tables == table] = change(tallies[tables == table])
-            rows = records[:, HEADER_WORDS:]
-            merged = self._write(keys, tables, steps, tallies, rows)
-            hashes = np.empty(len(keys), np.uint64)
-            hash_keys(keys, hashes)
-            place = np.empty(len(keys), np.int64)
-            place[np.argsort(hashes)] = np.arange(len(keys))
+        if count:
+            parts = merged_parts(chosen, before, change)
+            merged = self._write(count, parts)
         with self._lock:
             if merged is not None:
                 # what has been taken out meanwhile is dead here too
-                for s, segment in enumerate(chosen):
-                    own = source == s
-                    n = number[own]
-                    gone = (segment.dead[n >> 3] >> (n & 7)) & 1 == 1
-                    merged.bury(place[own][gone])
+                for segment, dead in zip(chosen, before, strict=True):
+                    self._bury_again(merged, segment, segment.dead & ~dead)
             self._replace(chosen, merged)
             self.compactions += 1
             self._kept += [s for s in chosen if s.readers]
             unused = [s for s in chosen if not s.readers]
         for segment in unused:
             segment.delete()
+
+    def _bury_again(self, merged: Segment, segment: Segment, gone: np.ndarray) -> None:
+        """Marks records as dead in a copy, by the bits of the original, uint8."""
+        numbers = np.flatnonzero(np.unpackbits(gone, bitorder="little"))
+        if not len(numbers):
+            return
+        records = segment.read(numbers)
+        keys = np.ascontiguousarray(records[:, :2]).view(np.uint64)[:, 0]
+        hashes = np.empty(len(keys), np.uint64)
+        hash_keys(keys, hashes)
+        places = np.full(len(keys), -1, np.int64)
+        tables = records[:, 2].copy()
+        wanted = np.arange(len(keys))
+        merged.find(wanted, keys, tables, hashes, places, np.empty_like(records))
+        merged.bury(places)
 
     def _raise_failure(self) -> None:
         """Raises what a compaction has met."""

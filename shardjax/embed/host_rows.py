@@ -13,7 +13,7 @@ import numba
 import numpy as np
 
 from shardjax.embed.index import prefetch
-from shardjax.embed.memory import reserve
+from shardjax.embed.memory import give_back, reserve
 from shardjax.embed.moves import WriteBack
 
 HEADER = np.dtype(
@@ -219,6 +219,41 @@ class HostRows:
         """Gives rows, int32 [n], back."""
         _release(rows, self.headers, self._free, self._free_count)
         self._free_count += len(rows)
+
+    def shrink(self, most_bytes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Moves rows from the arena's end into free ones, and gives its memory back.
+
+        Does nothing until it would give back a 32nd. Rows that are on their way, or about
+        to leave for good, stay where they are, and what is before them.
+
+        Args:
+          most_bytes: that the arena shall take.
+
+        Returns:
+          Keys, uint64 [n], and tables, int32 [n], of the rows that have moved, and where
+          they are now, int32 [n].
+        """
+        end = max(most_bytes // self.row_bytes, len(self))
+        nothing = np.zeros(0, np.int32)
+        if self._used - end < self._used // 32:
+            return nothing.astype(np.uint64), nothing, nothing
+        is_free = np.zeros(self._used, bool)
+        is_free[self._free[: self._free_count]] = True
+        tail = self.headers[end : self._used]
+        stuck = ~is_free[end:] & ((tail["flight"] != 0) | (tail["table"] == FREE))
+        if stuck.any():
+            end += int(np.flatnonzero(stuck)[-1]) + 1
+        moved = end + np.flatnonzero(~is_free[end:])
+        free = np.flatnonzero(is_free[:end])
+        rows, left = free[: len(moved)].astype(np.int32), free[len(moved) :]
+        self.records[rows] = self.records[moved]
+        self.headers[rows] = self.headers[moved]
+        for array in (self.records, self.headers):
+            give_back(array, end, self._used)
+        self._free[: len(left)] = left[::-1]  # the lowest is taken first
+        self._free_count, self._used = len(left), end
+        self._hand = self._hand if self._hand < end else 0
+        return self.headers["key"][rows], self.headers["table"][rows], rows
 
     def read(
         self, rows: np.ndarray, owners: np.ndarray, flying: Mapping[int, WriteBack]

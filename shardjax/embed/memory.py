@@ -2,6 +2,7 @@
 
 import mmap
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -20,3 +21,20 @@ def reserve(shape: tuple[int, ...], dtype) -> np.ndarray:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         space.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(space, dtype, count).reshape(shape)
+
+
+def give_back(array: np.ndarray, first: int, stop: int) -> None:
+    """Gives the memory of ``array[first:stop]`` of `reserve` back; it reads zeros then.
+
+    What shares a page with other rows stays.
+    """
+    space: Any = array
+    while isinstance(space, np.ndarray | memoryview):
+        space = space.base if isinstance(space, np.ndarray) else space.obj
+    if not isinstance(space, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    size = array.strides[0]
+    start = -(-first * size // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = stop * size // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > start:
+        space.madvise(mmap.MADV_DONTNEED, start, end - start)

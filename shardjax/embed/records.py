@@ -74,20 +74,33 @@ def write_records(order, keys, tables, last_step, tallies, rows, out):
 
 
 @numba.njit(nogil=True, cache=True)
-def summarize(hashes, order, starts, bits):
-    """Fills a segment's buckets and bits from its hashes, in order."""
+def seal(records):
+    """Writes the checksums of records, int32 [n, words]."""
+    for n in range(records.shape[0]):
+        records[n, 5] = _checksum(records[n])
+
+
+@numba.njit(nogil=True, cache=True)
+def summarize(hashes, first, at, starts, bits):
+    """Fills a segment's buckets and bits from more of its hashes, in order.
+
+    Args:
+      hashes: uint64 [n].
+      first: records before these.
+      at: buckets whose start is known.
+      starts, bits: of the segment, in and out.
+
+    Returns:
+      The buckets whose start is known now.
+    """
     buckets = starts.shape[0] - 1
-    at = 0
-    for n in range(order.shape[0]):
-        h = hashes[order[n]]
-        b = _bucket(h, buckets)
+    for n in range(hashes.shape[0]):
+        b = _bucket(hashes[n], buckets)
         while at <= b:
-            starts[at] = n
+            starts[at] = first + n
             at += 1
-        _set_bits(bits, n, np.int64(h & _MARK))
-    while at <= buckets:
-        starts[at] = order.shape[0]
-        at += 1
+        _set_bits(bits, first + n, np.int64(hashes[n] & _MARK))
+    return at
 
 
 @numba.njit(inline="always")

@@ -21,7 +21,7 @@ no tombstones, and compaction copies what lives.
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,19 +29,15 @@ import numpy as np
 
 from shardjax.embed.records import (
     AT_ONCE,
-    HEADER_WORDS,
     bury_records,
     find_records,
-    hash_keys,
     summarize,
     verify,
-    write_records,
 )
 
 # keys (uint64), last steps (int32) and tallies (uint32) of some rows, [n] each
 Facts = tuple[np.ndarray, np.ndarray, np.ndarray]
 BUCKET = 16
-_WRITE_BYTES = 16 << 20
 
 
 class CorruptSegmentError(OSError):
@@ -98,41 +94,42 @@ class Segment:
         return self.starts.nbytes + self.bits.nbytes + self.dead.nbytes
 
     @classmethod
-    def write(cls, path: Path, keys, tables, last_step, tallies, rows) -> "Segment":
+    def write(
+        cls,
+        path: Path,
+        words: int,
+        most: int,
+        parts: Iterable[tuple[np.ndarray, np.ndarray]],
+    ) -> "Segment":
         """Writes a new file.
 
         Args:
           path: of the file; it must not exist.
-          keys: uint64 [n], salted; with `tables`, int32 [n], unique.
-          last_step, tallies: int32 and uint32 [n].
-          rows: int32 [n, words].
+          words: of a record.
+          most: records there may be.
+          parts: hashes, uint64 [n], in order, and records, int32 [n, words].
 
         Raises:
           OSError: if it cannot be written; then there is no file.
         """
-        count, words = len(keys), HEADER_WORDS + rows.shape[1]
-        hashes = np.empty(count, np.uint64)
-        hash_keys(keys, hashes)
-        order = np.argsort(hashes)
-        starts = np.zeros(max(count // BUCKET, 1) + 1, np.uint32)
-        bits = np.zeros((count + 1 + AT_ONCE) // 2 * 3 + 8, np.uint8)
-        summarize(hashes, order, starts, bits)
+        starts = np.zeros(max(most // BUCKET, 1) + 1, np.uint32)
+        bits = np.zeros((most + 1 + AT_ONCE) // 2 * 3 + 8, np.uint8)
+        count, at, oldest = 0, 0, np.iinfo(np.int32).max
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            chunk = max(_WRITE_BYTES // (4 * words), 1)
-            for start in range(0, count, chunk):
-                part = order[start : start + chunk]
-                out = np.empty((len(part), words), np.int32)
-                write_records(part, keys, tables, last_step, tallies, rows, out)
-                view = out.reshape(-1).view(np.uint8).data
+            for hashes, records in parts:
+                at = summarize(hashes, count, at, starts, bits)
+                count += len(records)
+                oldest = min(oldest, int(records[:, 3].min()))
+                view = records.reshape(-1).view(np.uint8).data
                 while view:
                     view = view[os.write(fd, view) :]
         except BaseException:
             os.close(fd)
             path.unlink(missing_ok=True)
             raise
+        starts[at:] = count
         dead = np.zeros((count + 7) // 8, np.uint8)
-        oldest = int(last_step.min()) if count else 0
         nothing = unmapped(words)
         return cls(path, fd, count, words, starts, bits, dead, nothing, oldest=oldest)
 
@@ -187,8 +184,14 @@ class Segment:
         """Marks records, int64 [n], as dead."""
         self.dead_count += bury_records(self.dead, rows)
 
-    def live_records(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    def live_records(
+        self, start: int, stop: int, dead: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Reads the records [start, stop) that live.
+
+        Args:
+          start, stop: numbers of records.
+          dead: which do not, if not those that are dead now.
 
         Returns:
           Their numbers, int64 [n], and they, int32 [n, words].
@@ -202,7 +205,8 @@ class Segment:
             self.fail(start + len(data) // size, "is cut off")
         records = np.frombuffer(data, np.int32).reshape(-1, self.words)
         numbers = np.arange(start, stop)
-        live = np.flatnonzero((self.dead[numbers >> 3] >> (numbers & 7)) & 1 == 0)
+        dead = self.dead if dead is None else dead
+        live = np.flatnonzero((dead[numbers >> 3] >> (numbers & 7)) & 1 == 0)
         records = records[live]
         bad = verify(records)
         if bad >= 0:
@@ -223,7 +227,7 @@ class Segment:
             yield numbers[own], (keys, records[:, 3].copy(), tallies)
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
-        """The words, int32 [n, words], of the rows of records, int64 [n], also dead ones.
+        """Records by number, int64 [n], also dead ones: int32 [n, words].
 
         Raises:
           CorruptSegmentError: for a record that is cut off or changed.
@@ -238,7 +242,7 @@ class Segment:
         bad = verify(records)
         if bad >= 0:
             self.fail(int(numbers[bad]), "has changed")
-        return records[:, HEADER_WORDS:]
+        return records
 
     def delete(self) -> None:
         """Closes and removes the file; its memory is there until nothing refers to it."""

@@ -193,10 +193,20 @@ class Tier:
 
     def _make_room(self, rows: int, most_bytes: int) -> None:
         """Moves cold rows to disk, so that `rows` more fit into RAM."""
+        if self.disk is None:
+            return
         assert self.host is not None
         lacking = rows - self.host.room(most_bytes)
-        if lacking <= 0 or self.disk is None:
+        if lacking > 0 and not self._demote(lacking):
             return
+        keys, tables, moved = self.host.shrink(most_bytes)  # what finds rows takes more
+        for t, at in by_table(tables, len(self.indexes)):
+            where = moved[at].astype(np.int64) + int(HOST)
+            self.indexes[t].relocate(keys[at], where)
+
+    def _demote(self, lacking: int) -> bool:
+        """Moves at least so many cold rows to disk, if there are; whether it worked."""
+        assert self.host is not None and self.disk is not None
         # more than it takes now, so that files are large
         chosen = self.host.coldest(min(lacking + len(self.host) // 16, len(self.host)))
         headers = self.host.headers[chosen]
@@ -211,10 +221,11 @@ class Tier:
             )
         except OSError as error:
             self.failure = error
-            return
+            return False
         for t, at in by_table(tables, len(self.indexes)):
             self.indexes[t].remove(keys[at])
         self.host.release(chosen)
+        return True
 
     def full(self, rows: int, most_bytes: int | None) -> bool:
         """Whether RAM does not hold `rows` more and there is no disk for others."""
