@@ -42,7 +42,7 @@ class EmbeddingCollection:
       seed: of the rows' initial values, each a function of (seed, table name, key).
       initial_rows: slots to allocate per device and slab at the start; without a
         `storage` slabs grow by doubling as rows appear.
-      threads: of the host that translate keys.
+      threads: of the host that translate keys and copy rows.
       storage: how many rows the devices hold, and where the others lie; None for all on
         the devices. A table may have one of its own.
 

@@ -103,7 +103,7 @@ class Planner:
           features: of the collection.
           devices: owners and requesters alike.
           seed: of the rows' initial values.
-          threads: that look up keys, one table each.
+          threads: that look up keys, one table each, and copy rows of the RAM tier.
         """
         self.groups = groups
         self.features = features
@@ -123,6 +123,7 @@ class Planner:
                 1 if group.replicated else devices,
                 mixed,
                 self._open(group.storage, budgets),
+                threads,
             )
             for g, (group, states) in enumerate(zip(groups, self.tables, strict=True))
         ]

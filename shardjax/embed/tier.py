@@ -1,6 +1,9 @@
 """Where the rows of one group are, and how they get to where a window needs them."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numba
 import numpy as np
@@ -82,6 +85,7 @@ class Tier:
         owners: int,
         seed: np.uint64,
         budget: DiskBudget | None,
+        threads: int = 1,
     ):
         self.number = number
         self.group = group
@@ -98,6 +102,8 @@ class Tier:
         self.failure: OSError | None = None
         self._flying: dict[int, WriteBack] = {}
         self._flights = 0
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, "tier") if threads > 1 else None
         self.departures = Departures(
             owners,
             [t.owner for t in group.tables],
@@ -112,10 +118,25 @@ class Tier:
         """Takes in the write-backs that have arrived."""
         for number, write_back in list(self._flying.items()):
             if write_back.has_arrived:
-                assert self.host is not None
-                for part, rows in zip(write_back.parts(), write_back.rows, strict=True):
-                    land_records(part, rows, self.host.headers, self.host.records)
+                for data, rows in zip(write_back.parts(), write_back.rows, strict=True):
+                    self._land(data, rows)
                 del self._flying[number]
+
+    def _land(self, data: np.ndarray, rows: np.ndarray) -> None:
+        """Copies records, int32 [n, words], to rows of the RAM tier, int32 [n]."""
+        assert self.host is not None
+        headers, records = self.host.headers, self.host.records
+        self._in_parts(
+            len(rows), lambda p: land_records(data[p], rows[p], headers, records)
+        )
+
+    def _in_parts(self, n: int, copy: Callable[[slice], Any]) -> list:
+        """Copies n rows, a part per thread; one part where threads are not worth it."""
+        if self._pool is None or n < 4096:
+            return [copy(slice(0, n))]
+        ends = np.linspace(0, n, self._threads + 1).astype(int).tolist()
+        parts = [slice(a, b) for a, b in itertools.pairwise(ends)]
+        return list(self._pool.map(copy, parts))
 
     @property
     def found_by(self) -> int:
@@ -297,9 +318,15 @@ class Tier:
         rows = (coming.sources[back] - int(HOST)).astype(np.int32)
         flights = np.empty(len(rows), np.int32)
         tallies = np.empty(len(rows), np.uint32)
-        late = take_records(
-            host.headers, host.header_words, host.records, rows, flat,
-            owners * np.int64(n) + places[back], tallies, flights,
+        at = owners * np.int64(n) + places[back]
+        late = sum(
+            self._in_parts(
+                len(rows),
+                lambda p: take_records(
+                    host.headers, host.header_words, host.records, rows[p], flat, at[p],
+                    tallies[p], flights[p],
+                ),
+            )
         )  # fmt: skip
         before[back] = tallies
         for number, write_back in self._flying.items() if late else ():

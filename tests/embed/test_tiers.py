@@ -1,5 +1,7 @@
 """Rows in RAM: what moves changes no bit, and nothing is lost on the way."""
 
+import gc
+
 import jax
 import numpy as np
 import optax
@@ -15,6 +17,7 @@ from shardjax.embed import (
     Storage,
     TableSpec,
     rowwise_adagrad,
+    uniform,
 )
 from shardjax.mesh import make_mesh
 from shardjax.network import Network
@@ -553,3 +556,26 @@ def test_a_full_disk_budget_is_an_error_and_rows_stay(tmp_path):
     read = run.collection.lookup_rows(run.state.tables, "item", keys)
     assert len(keys) and read["found"].all()
     run.collection.close()
+
+
+def test_threads_copy_the_same_rows():
+    """Enough rows per move for each thread to have a part."""
+    item = TableSpec("item", 4, OPTIMIZERS["adam"], initializer=uniform(1.0))
+    found = []
+    for threads in (1, 3):
+        collection = EmbeddingCollection(
+            {"item": FeatureSpec(item)},
+            mesh=make_mesh("1x1"),
+            storage=Storage(device_rows=10_000),
+            threads=threads,
+        )
+        state = collection.init()
+        for start in (0, 9000, 18_000, 0, 9000, 18_000):
+            keys = np.arange(start, start + 9000)
+            plan = collection.plan({"item": keys}, 9000, train=True)
+            state = collection.apply_fills(state, plan)
+        assert collection.stats()["group0"]["host_rows"] == 17_000
+        found.append(collection.lookup_rows(state, "item", np.arange(27_000))["rows"])
+    np.testing.assert_array_equal(found[0], found[1])
+    assert len(np.unique(found[0][:, 0])) > 26_000
+    gc.collect()  # ends its threads
