@@ -3,10 +3,11 @@
     python benchmarks/larger_than_ram.py
 
 Trains `experiments.ctr` on synthetic clicks that touch more than 30 M keys (dim 16 and the
-state of rowwise Adagrad): once with 200,000 rows on the devices, 512 MB of RAM and the rest on
-disk, once with all rows off the devices in RAM, and once on few keys, for what the program
-takes without them. Each is a process of its own, whose resident memory is read five times a
-second: in all, and of memory that is not a file's. Prints a table and, as the last line, JSON.
+state of rowwise Adagrad): with 200,000 rows on the devices, 512 MB of RAM and the rest on disk;
+with half of that RAM more, which tells how much of the process's memory the budget is; with all
+rows off the devices in RAM; and on few keys, for what the program takes without rows. Each is a
+process of its own, whose resident memory is read five times a second: in all, and of memory
+that is not a file's. Prints a table and, as the last line, JSON.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def main():
     parser.add_argument("--rows", type=int, default=10_000_000, help="examples")
     parser.add_argument("--ids", type=int, default=20_000_000, help="per large feature")
     parser.add_argument("--device-rows", type=int, default=200_000)
-    parser.add_argument("--host-bytes", default="512MB")
+    parser.add_argument("--host-mb", type=int, default=512, help="RAM for rows")
     parser.add_argument("--lookahead", type=int, default=4)
     parser.add_argument("--mesh", default="2x1")
     parser.add_argument("--disk", help="folder for the rows on disk; a temporary one")
@@ -70,24 +71,31 @@ def main():
         "--storage.device-rows", str(args.device_rows), "--storage.lookahead",
         str(args.lookahead),
     ]  # fmt: skip
-    disk = ["--storage.host-bytes", args.host_bytes, "--storage.disk", str(folder)]
-    results = {
-        "few keys": run([*common, *few]),
-        "RAM and disk": run([*common, *large, *storage, *disk]),
-        "RAM": run([*common, *large, *storage]),
-    }
+    disk = ["--storage.disk", str(folder), "--storage.host-bytes"]
+    more = args.host_mb * 3 // 2
+    results = {"few keys": run([*common, *few])}
+    for budget in (args.host_mb, more):
+        words = [*common, *large, *storage, *disk, f"{budget}MB"]
+        results[f"{budget} MB, disk"] = run(words)
+    results["RAM"] = run([*common, *large, *storage])
     shutil.rmtree(folder, ignore_errors=True)
     base = results["few keys"]["RssAnon"]
     print(
-        f"{'':14}{'examples/s':>11}{'AUC':>9}{'keys':>11}{'RSS GB':>8}{'above few keys':>16}"
+        f"{'':14}{'examples/s':>11}{'AUC':>9}{'keys':>11}{'RSS GB':>8}{'no files':>9}"
+        f"{'above few keys':>16}{'counted':>9}"
     )
     for name, r in results.items():
         above = (r["RssAnon"] - base) / 1e6
+        counted = (r.get("tiers/host_bytes", 0) + r.get("tiers/index_bytes", 0)) / 1e6
         print(
             f"{name:14}{r['examples_per_s']:>11}{r['eval/auc']:>9.5f}{r['unique_keys']:>11}"
-            f"{r['VmRSS'] / 1e9:>8.2f}{above:>13.0f} MB"
+            f"{r['VmRSS'] / 1e9:>8.2f}{r['RssAnon'] / 1e9:>9.2f}{above:>13.0f} MB"
+            f"{counted:>6.0f} MB"
         )
-    tiers = {k: v for k, v in results["RAM and disk"].items() if k.startswith("tiers/")}
+    first, second = (results[f"{mb} MB, disk"] for mb in (args.host_mb, more))
+    step = (second["RssAnon"] - first["RssAnon"]) / 1e6
+    print(f"{more - args.host_mb} MB more for rows take {step:.0f} MB more")
+    tiers = {k: v for k, v in first.items() if k.startswith("tiers/")}
     for name, value in tiers.items():
         print(f"  {name} {value}")
     print(json.dumps(results))
