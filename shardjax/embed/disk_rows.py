@@ -105,7 +105,7 @@ class DiskRows:
       budget: and folder for the files.
       name: of the slab; part of the files' names.
       words: 32-bit words per row.
-      merge_bytes: how much compaction reads and writes at a time.
+      merge_bytes: how much compaction makes one file of, at least.
       threads: that read.
 
     Example:
@@ -353,6 +353,12 @@ class DiskRows:
         self.segments = segments  # at once: others count rows without the lock
 
     @property
+    def _most_merged(self) -> int:
+        """What a compaction may make: a quarter of all, as each look-up that finds no row
+        asks every segment."""
+        return max(self._merge_bytes, self.live_bytes // 4)
+
+    @property
     def _most_bytes(self) -> int:
         """What the files may take: twice what lives, and what compaction works on."""
         return 2 * self.live_bytes + self._merge_bytes
@@ -374,7 +380,7 @@ class DiskRows:
         by_waste = sorted(self.segments, key=lambda s: s.live / s.count)
         if total > 1.5 * live + self._merge_bytes // 8:
             return self._upto_limit(by_waste)
-        small = [s for s in self.segments if 4 * s.file_bytes <= self._merge_bytes]
+        small = [s for s in self.segments if 4 * s.file_bytes <= self._most_merged]
         if len(small) > 6:
             return self._upto_limit(sorted(small, key=lambda s: s.file_bytes))
         return []
@@ -383,7 +389,7 @@ class DiskRows:
         chosen, size = [], 0
         for s in segments:
             size += s.live * self._record_bytes
-            if chosen and size > self._merge_bytes:
+            if chosen and size > self._most_merged:
                 break
             chosen.append(s)
         return chosen
