@@ -71,7 +71,7 @@ def prepare(
       PlanError, ValueError, TypeError: see `shardjax.embed.plan.Planner.plan`.
     """
     size = len(batch.labels)
-    plan = collection.plan(_features(batch), size, batch.labels, train=train)
+    plan = collection.plan(_features(batch), size, _clicks(batch), train=train)
     return _send(collection, batch, plan, groups)
 
 
@@ -97,7 +97,7 @@ def prepare_window(
     """
     batches = list(batches)
     plans = collection.plan_window(
-        [(_features(b), len(b.labels), b.labels) for b in batches]
+        [(_features(b), len(b.labels), _clicks(b)) for b in batches]
     )
     for batch, plan in zip(batches, plans, strict=False):
         yield _send(collection, batch, plan, None)
@@ -106,6 +106,13 @@ def prepare_window(
 def _features(batch: Any) -> dict[str, Any]:
     features = dict(zip(batch.fixed_names, batch.fixed, strict=True))
     return features | batch.jagged
+
+
+def _clicks(batch: Any) -> np.ndarray:
+    """The labels; 0 for examples without weight, whose label may be anything."""
+    if batch.weights is None:
+        return batch.labels
+    return np.where(batch.weights == 0, 0, batch.labels)
 
 
 def _send(collection, batch, plan: Plan, groups: Index | None) -> PreparedBatch:

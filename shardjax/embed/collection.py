@@ -19,13 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardjax.embed import exchange
+from shardjax.embed.draft import TableState
 from shardjax.embed.exchange import embed_group, gather_rows, scatter_rows
 from shardjax.embed.groups import Group, plan_groups
 from shardjax.embed.jagged import Jagged, as_keys
 from shardjax.embed.layout import Layout
 from shardjax.embed.mover import Mover
 from shardjax.embed.moves import SlabState, from_words, slab_spec, unpack_records
-from shardjax.embed.plan import Plan, Planner, WindowBatch
+from shardjax.embed.plan import Plan, PlanError, Planner, WindowBatch
 from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.storage import Storage
 from shardjax.embed.translate import find_owners
@@ -352,6 +353,7 @@ class EmbeddingCollection:
             raise ValueError(
                 f"keys of rows to load into table {table!r} must be unique"
             )
+        self._check_loadable(g, entry, keys)
         # few enough to lie on one device
         chunk = min(self.planner.tiers[g].residents.capacity or 65536, 65536)
         for start in range(0, len(keys), chunk):
@@ -376,6 +378,33 @@ class EmbeddingCollection:
             slabs[g] = SlabState(written, slabs[g].row_state, slabs[g].shared)
             state = tuple(slabs)
         return state
+
+    def _check_loadable(self, g: int, entry: TableState, keys: np.ndarray) -> None:
+        """Raises for keys that could not get a row."""
+        spec = entry.table.spec
+        reader = self.features[entry.table.features[0]]
+        if spec.vocabulary is not None and (keys >= np.uint64(spec.vocabulary)).any():
+            raise PlanError(
+                f"keys to load must be in the vocabulary [0, {spec.vocabulary}) of table"
+                f" {spec.name!r}, got {int(keys.max())}"
+            )
+        padding = reader.padding_id
+        if padding is not None and (keys == np.uint64(padding % 2**64)).any():
+            raise PlanError(
+                f"key {padding} cannot be loaded into table {spec.name!r}: it is the"
+                f" `padding_id` of feature {entry.table.features[0]!r} and has no row"
+            )
+        salted = keys + entry.table.salt
+        owners = self._owners(g, entry.table.owner, salted)
+        slots, elsewhere, _ = self.planner.find(g, entry, salted, owners)
+        slots[elsewhere] = 0
+        new = int((slots < 0).sum())
+        if entry.rows + new > spec.max_rows:
+            raise PlanError(
+                f"table {spec.name!r} is full: {len(keys)} rows to load have {new} new keys,"
+                f" and of its {spec.max_rows} rows {entry.rows} are taken. Enlarge"
+                " `capacity`, or load fewer"
+            )
 
     def export(
         self, state: EmbeddingState, table: str, chunk: int = 65536
@@ -446,12 +475,7 @@ class EmbeddingCollection:
         Keys of plans that have not been applied have none yet.
         """
         g, entry = self._table(table)
-        salted, _ = entry.index.items()
-        owners = self._owners(g, entry.table.owner, salted)
-        slots, elsewhere, _ = self.planner.find(g, entry, salted, owners)
-        slots[elsewhere] = 0
-        keys = [salted[slots >= 0], self.planner.keys_elsewhere(g, entry)]
-        return np.unique(np.concatenate(keys)) - entry.table.salt
+        return self.planner.keys(g, entry) - entry.table.salt
 
     def lookup_rows(
         self, state: EmbeddingState, table: str, keys: np.ndarray

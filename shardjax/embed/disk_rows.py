@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -94,7 +94,7 @@ class DiskBudget:
 
     def lacks(self, size: int) -> bool:
         """Whether `size` more bytes are too many."""
-        used = sum(x.file_bytes for x in self.members)
+        used = sum(x.taken_bytes for x in self.members)
         return self.most_bytes is not None and used + size > self.most_bytes
 
 
@@ -158,6 +158,11 @@ class DiskRows:
         return sum(s.file_bytes for s in self.segments)
 
     @property
+    def taken_bytes(self) -> int:
+        """Bytes of all files, with those that are only kept for readers."""
+        return self.file_bytes + sum(s.file_bytes for s in self._kept)
+
+    @property
     def mapped_bytes(self) -> int:
         """Bytes of the files that are mapped."""
         return sum(s.mapped.nbytes for s in self.segments + self._kept)
@@ -194,7 +199,7 @@ class DiskRows:
             self._replace([], segment)
         self._start_compaction()
         while self._compacting is not None and self.file_bytes > self._most_bytes:
-            self.wait()  # dead records would pile up faster than they are cleared away
+            wait([self._compacting])  # else dead records pile up
             self._start_compaction()
 
     def _check_budget(self, rows: int) -> None:
@@ -207,7 +212,7 @@ class DiskRows:
             for segment in [s for s in member.segments if s.dead_count]:
                 member._compact([segment])
         if self.budget.lacks(size):
-            used = sum(x.file_bytes for x in self.budget.members)
+            used = sum(x.taken_bytes for x in self.budget.members)
             raise OSError(
                 errno.ENOSPC,
                 f"the disk tier is full: `disk_bytes` of the storage is"
@@ -337,7 +342,7 @@ class DiskRows:
                 error.errno,
                 f"the disk tier cannot write {count} rows"
                 f" ({count * self._record_bytes} bytes) to {str(path)!r}:"
-                f" {error.strerror}. No row is lost: they are still in RAM. Free space, or"
+                f" {error.strerror}. No row is lost: they are where they were. Free space, or"
                 " give another folder",
             ) from error
 
@@ -364,8 +369,12 @@ class DiskRows:
         return 2 * self.live_bytes + self._merge_bytes
 
     def _start_compaction(self) -> None:
-        if self._compacting is not None and not self._compacting.done():
-            return
+        if self._compacting is not None:
+            if not self._compacting.done():
+                return
+            if self._compacting.exception() is not None:
+                return  # to be raised by the next `add`, which tries again
+            self._compacting = None
         with self._lock:
             chosen = self._choose()
         if chosen:
@@ -446,8 +455,8 @@ class DiskRows:
     def wait(self) -> None:
         """Waits for a compaction that is under way."""
         if self._compacting is not None:
-            self._compacting.result()
-            self._compacting = None
+            done, self._compacting = self._compacting, None
+            done.result()
 
     def close(self) -> None:
         """Ends the threads and removes the files; twice does no harm."""

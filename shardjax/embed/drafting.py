@@ -101,9 +101,14 @@ class Drafter:
         raws = {name: raw for found, _ in results for name, raw in found.items()}
         tables = [[s.draft() for s in states] for states in self.tables]
         draft = Draft(examples, inputs, raws, tables, counters, clicks=clicks)
-        if train and not problems:
-            counters["refused"] = 0 if admit else self._refuse(draft, step)
-        full = self._beyond(draft, problems) if train else []
+        full = []
+        try:
+            if train and not problems:
+                counters["refused"] = self._refuse(draft, step, admit)
+            full = self._beyond(draft, problems) if train else []
+        except BaseException:  # such as a file that cannot be read
+            self.forget(draft)
+            raise
         if problems:
             self.forget(draft)
             raise PlanError(
@@ -152,8 +157,9 @@ class Drafter:
             )
         return found
 
-    def _refuse(self, draft: Draft, step: int) -> int:
-        """Takes the keys out of a draft that get no row yet; returns how many ids."""
+    def _refuse(self, draft: Draft, step: int, admit: bool) -> int:
+        """Takes the keys out of a draft that get no row yet, unless all are admitted;
+        returns how many ids."""
         ids = 0
         for tier, states, tables in zip(
             self.tiers, self.tables, draft.tables, strict=True
@@ -166,7 +172,9 @@ class Drafter:
                     absent = ~self._on_disk(tier, state, keys)
                     new, keys = new[absent], keys[absent]
                 counts = draft.occurrences(table)[new]
-                admitted = state.gate.admits(keys, counts, step)
+                admitted = np.ones(len(keys), bool)
+                if not admit:
+                    admitted = state.gate.admits(keys, counts, step)
                 table.asked = keys, counts, admitted
                 hidden = np.zeros(table.unique, bool)
                 hidden[new[~admitted]] = True

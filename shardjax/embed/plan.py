@@ -45,6 +45,7 @@ from shardjax.embed.routes import Routes
 from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.storage import Storage
 from shardjax.embed.tier import Tier
+from shardjax.embed.translate import find_owners
 
 # features and examples, or features, examples and clicks
 WindowBatch = (
@@ -134,6 +135,7 @@ class Planner:
         self._evicted_rows = 0  # that no plan has counted yet
         self._version = 0
         self._broken = ""
+        self._closed = False
         self._evictions = [
             p for s in self.tables for t in s for p in t.table.spec.evictions
         ]
@@ -214,6 +216,7 @@ class Planner:
         if train:
             return next(self.plan_window([(features, batch, clicks)], admit=admit))
         with self._planning, self._state:
+            self._check_open()
             began = time.perf_counter()
             plan = self._plan_evaluation(features, batch)
             return replace(plan, seconds=time.perf_counter() - began)
@@ -258,7 +261,7 @@ class Planner:
                             features, batch, self._examples(True), step, *clicks,
                             admit=admit,
                         )  # fmt: skip
-                    except (TypeError, ValueError) as problem:
+                    except Exception as problem:  # whatever it is, it is this batch's
                         error = problem
                         break
                     lacking = self.drafter.lacking(draft, first_step)
@@ -324,9 +327,18 @@ class Planner:
         with self._planning:
             return self.tiers[g].departures.read(evicted, at)
 
+    def _check_open(self) -> None:
+        """Raises if the rows on disk have been given up."""
+        if self._closed:
+            raise RuntimeError(
+                "this collection has been closed: its rows on disk are gone. Do what is"
+                " left to do with it before `close`"
+            )
+
     def _raise_failure(self) -> None:
         """Raises why planning cannot go on; or, once, why rows that should have gone to
         disk are still in RAM."""
+        self._check_open()
         if self._broken:
             raise RuntimeError(
                 "this collection cannot be trained on: moving rows failed half-way, with"
@@ -447,6 +459,7 @@ class Planner:
     def find(self, g: int, state: TableState, salted: np.ndarray, owners: np.ndarray):
         """Finds rows of some keys as the devices have them now: see `Tier.locate`."""
         with self._planning, self._state:
+            self._check_open()
             where = state.index.lookup(salted).astype(np.int64)
             return self._as_applied(g, state, salted, where, owners)
 
@@ -481,23 +494,31 @@ class Planner:
 
     def close(self) -> None:
         """Removes the files of the disk tier and gives its folder back."""
+        self._closed = bool(self._folders)
         for tier in self.tiers:
             if tier.disk is not None:
                 tier.disk.close()
         for folder in self._folders.values():
             folder.close()
 
-    def keys_elsewhere(self, g: int, state: TableState) -> np.ndarray:
-        """Salted keys of a table, uint64 [n], that have a row and may not be in the
-        index: on disk, or about to leave for good."""
+    def keys(self, g: int, state: TableState) -> np.ndarray:
+        """Salted keys of a table, uint64 [n], that have a row now."""
         tier = self.tiers[g]
-        with self._planning:
-            parts = [tier.departures.keys(state.number)]
+        with self._planning, self._state:
+            self._check_open()
+            known, _ = state.index.items()
+            known = np.union1d(known, tier.departures.keys(state.number))
+            owners = np.zeros(len(known), np.int32)
+            find_owners(known, state.table.owner, tier.owners, owners)
+            where = state.index.lookup(known).astype(np.int64)
+            slots, elsewhere, _ = self._as_applied(g, state, known, where, owners)
+            slots[elsewhere] = 0
+            parts = [known[slots >= 0]]
             if tier.disk is not None:
                 parts += [
                     keys[tables == state.number] for keys, tables in tier.disk.keys()
                 ]
-        return np.concatenate(parts)
+        return np.unique(np.concatenate(parts))
 
     @property
     def started(self) -> bool:
@@ -549,6 +570,6 @@ class Planner:
             while self._pending and self._pending[0].sequence <= plan.sequence:
                 moves.extend(self._pending.popleft().moves)
             self._applied = plan.sequence
-            self._version += any(m.write_back or m.evicted for m in moves)
+            self._version += any(m.write_back or m.stored or m.evicted for m in moves)
             self.applied = list(plan.slots_used)
             yield tuple(moves)

@@ -50,8 +50,9 @@ class MinCount:
       false_positive_rate: None for exact counts; else occurrences are counted in a
         counting Bloom filter (Fan et al. 2000, with conservative update: Estan and
         Varghese 2002) made for `most_keys` keys, in which at most this share of keys
-        seems to have occurred before. It takes 1.44 log2(1 / rate) bytes per key, and
-        `count` is at most 255 then.
+        seems to have occurred before. It takes 1.44 log2(1 / rate) bytes per key,
+        `count` is at most 255 then, and a key that has left for good gets a row again
+        with its next occurrence: the filter forgets nothing.
 
     Example:
       >>> MinCount(2).count

@@ -294,7 +294,7 @@ def test_a_full_disk_loses_nothing(disk, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "write", full)
-    message = r"cannot write 50 rows \(1800 bytes\) to .*No space left.*still in RAM"
+    message = r"cannot write 50 rows \(1800 bytes\) to .*No space left.*where they were"
     with pytest.raises(OSError, match=message):
         add(disk, range(100, 150))
     monkeypatch.setattr(os, "write", write)

@@ -2,6 +2,7 @@
 lie changes no bit of it."""
 
 import collections
+import dataclasses
 import re
 
 import numpy as np
@@ -590,3 +591,78 @@ def test_any_sequence_of_uses_loads_departures_and_merges_keeps_rows(seed, tmp_p
             assert stats[0]["leaving_rows"] == stats[1]["leaving_rows"]
     assert disk.compactions > 3 and both[1].stats()["group0"]["disk_rows"] > 0
     both[1].close()
+
+
+@pytest.mark.parametrize("storage", list(STORAGES))
+def test_rows_about_to_leave_are_read_by_all_until_they_are_gone(storage, tmp_path):
+    more = storage_of(storage, tmp_path)
+    collection = collection_of(more, evict=LRU(rows=2, every=1000))
+    state, _ = train_on(collection, collection.init(), np.arange(4), np.arange(4, 9))
+    assert collection.shrink() == {"item": 7}
+    keys = np.arange(9)
+    found = collection.lookup_rows(state, "item", keys)
+    assert found["found"].all() and found["rows"].any(1).all()
+    plan = collection.plan({"item": keys}, 9, train=False)
+    assert plan.counters["unseen"] == 0
+    exported = np.concatenate([k for k, _ in collection.export(state, "item")])
+    assert sorted(exported.tolist()) == keys.tolist()
+    state, _ = train_on(collection, state, [20])
+    assert len(collection.keys("item")) == 3
+    collection.close()
+
+
+def test_rows_that_come_and_leave_in_plans_that_wait_are_not_there_yet():
+    collection = collection_of(evict=TTL(1, every=1))
+    state, _ = train_on(collection, collection.init(), [100])
+    for key in range(1, 6):
+        collection.plan({"item": np.array([key])}, 1, train=True)
+    assert collection.keys("item").tolist() == [100]
+    assert [k.tolist() for k, _ in collection.export(state, "item")] == [[100]]
+    assert keys_of(collection) == 1
+
+
+def test_an_evaluation_batch_is_refused_once_a_row_came_back_to_a_free_slot():
+    collection = collection_of(Storage(device_rows=4), evict=LRU(rows=5, every=4))
+    state, _ = train_on(collection, collection.init(), [1, 2, 3, 4], [5, 6, 7, 8])
+    state, _ = train_on(collection, state, [1, 2], [3, 4])
+    state, counters = train_on(collection, state, [8])  # 5, 6 and 7 have left
+    assert counters["evicted_rows"] == 3
+    plan = collection.plan({"item": np.arange(1, 5)}, 4, train=False)
+    train_on(collection, state, [1], [2], [3], [4])  # from RAM, to slots that are free
+    with pytest.raises(RuntimeError, match="was prepared before training went on"):
+        collection.planner.check_current(plan)
+
+
+def test_loaded_rows_that_find_no_place_are_an_error():
+    spec = TableSpec("t", 4, capacity=2, on_full="reject")
+    padded = {"f": FeatureSpec(spec, padding_id=0)}
+    collection = EmbeddingCollection(padded, mesh=make_mesh("1x1"))
+    state = collection.init()
+    with pytest.raises(PlanError, match="key 0 cannot be loaded into table 't': it is"):
+        collection.load_rows(state, "t", np.array([0, 1]), np.ones((2, 4)))
+    with pytest.raises(PlanError, match="table 't' is full: 3 rows to load have 3 new"):
+        collection.load_rows(state, "t", np.array([2, 3, 4]), np.ones((3, 4)))
+    fixed = TableSpec("t", 4, vocabulary=4)
+    features = {"f": FeatureSpec(fixed, on_bad_id="zero")}
+    collection = EmbeddingCollection(features, mesh=make_mesh("1x1"))
+    with pytest.raises(
+        PlanError, match=r"in the vocabulary \[0, 4\) of table 't', got 9"
+    ):
+        collection.load_rows(collection.init(), "t", np.array([2, 9]), np.ones((2, 4)))
+
+
+def test_a_loaded_key_is_no_candidate_any_more():
+    collection = collection_of(admit=MinCount(3))
+    state, _ = train_on(collection, collection.init(), [1, 1])
+    assert collection.stats()["group0"]["candidates"] == 1
+    collection.load_rows(state, "item", [1], np.ones((1, 4)))
+    assert collection.stats()["group0"]["candidates"] == 0
+
+
+def test_examples_without_weight_may_have_any_label_where_clicks_are_counted():
+    run = Run("1x1", "sgd", evict=ShowClick())
+    made = batches(1)[0]
+    labels, weights = made.labels.copy(), np.ones(len(made.labels), np.float32)
+    labels[3], weights[3] = np.nan, 0
+    run.train([dataclasses.replace(made, labels=labels, weights=weights)])
+    assert np.isfinite(run.losses).all()

@@ -1,5 +1,6 @@
 """Rows in RAM: what moves changes no bit, and nothing is lost on the way."""
 
+import errno
 import gc
 
 import jax
@@ -13,6 +14,7 @@ from shardjax.embed import (
     EmbeddingCollection,
     FeatureSpec,
     Jagged,
+    MinCount,
     PlanError,
     Storage,
     TableSpec,
@@ -579,3 +581,102 @@ def test_threads_copy_the_same_rows():
     np.testing.assert_array_equal(found[0], found[1])
     assert len(np.unique(found[0][:, 0])) > 26_000
     gc.collect()  # ends its threads
+
+
+def test_a_closed_collection_says_so(tmp_path):
+    run = Run("1x1", "sgd", Storage(device_rows=320, host_bytes="1KB", disk=tmp_path))
+    made = batches(4)
+    run.train(made)
+    run.collection.close()
+    for call in (
+        lambda: run.train(made),
+        lambda: run.predict(made[0]),
+        lambda: run.collection.keys("item"),
+        lambda: run.rows(),
+    ):
+        with pytest.raises(RuntimeError, match="this collection has been closed"):
+            call()
+
+
+@pytest.mark.parametrize("more", [{"admit": MinCount(2)}, {"capacity": 500}])
+def test_a_file_that_cannot_be_read_in_planning_leaves_no_batch_half_planned(
+    more, tmp_path, monkeypatch
+):
+    item = TableSpec("item", 4, OPTIMIZERS["sgd"], **more)
+    storage = Storage(device_rows=16, host_bytes="1KB", disk=tmp_path / "rows")
+    collection = EmbeddingCollection(
+        {"item": FeatureSpec(item)}, mesh=make_mesh("1x1"), storage=storage
+    )
+
+    def window(*starts):
+        return [({"item": np.repeat(np.arange(s, s + 8), 2)}, 16) for s in starts]
+
+    state = collection.init()
+    for plan in collection.plan_window(window(*range(0, 320, 8))):
+        state = collection.apply_fills(state, plan)
+    disk = collection.planner.tiers[0].disk
+    assert disk is not None and len(disk)
+
+    tables = collection.planner.tables[0][0]
+    beyond, calls = tables.beyond, []
+
+    def refuse(*args):
+        calls.append(args)
+        if "capacity" in more and len(calls) == 1:
+            return beyond(*args)
+        raise OSError("the disk is gone")
+
+    plans = collection.plan_window(window(312, 1000))
+    with monkeypatch.context() as patch:
+        # the first batch has no key that is new
+        patch.setattr(
+            *((disk, "read") if "admit" in more else (tables, "beyond")), refuse
+        )
+        state = collection.apply_fills(state, next(plans))
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(plans)
+    [plan] = collection.plan_window(window(1000))
+    assert plan.counters["inserted"] == 8
+    state = collection.apply_fills(state, plan)
+    keys = np.r_[0:320, 1000:1008]
+    assert collection.lookup_rows(state, "item", keys)["found"].all()
+    assert collection.stats()["group0"]["rows"] == 328
+    collection.close()
+
+
+def test_a_merge_that_fails_while_rows_are_written_doubles_no_row(tmp_path):
+    """The file for the merged rows finds no room, those for the rows to write do."""
+    item = TableSpec("item", 4, OPTIMIZERS["sgd"])
+    storage = Storage(device_rows=16, host_bytes="1KB", disk=tmp_path / "rows")
+    collection = EmbeddingCollection(
+        {"item": FeatureSpec(item)}, mesh=make_mesh("1x1"), storage=storage
+    )
+    disk = collection.planner.tiers[0].disk
+    assert disk is not None
+    disk._merge_bytes = 1 << 11
+    write = disk._write
+    full = [False]
+
+    def limited(count, parts):
+        if full[0] and count > 40:
+            raise OSError(errno.ENOSPC, "no space")
+        return write(count, parts)
+
+    disk._write = limited
+    state, rng, errors = collection.init(), np.random.default_rng(0), 0
+    for step in range(200):
+        full[0] = 40 < step < 120
+        keys = rng.choice(300, 12, replace=False)
+        while True:
+            try:
+                plan = collection.plan({"item": keys}, 12, train=True)
+                break
+            except OSError:
+                errors += 1
+        state = collection.apply_fills(state, plan)
+        on_disk = np.concatenate([np.zeros(0, np.uint64), *(k for k, _ in disk.keys())])
+        known = collection.planner.tables[0][0].index.items()[0]
+        assert len(np.unique(on_disk)) == len(on_disk)
+        assert not len(np.intersect1d(on_disk, known))
+    assert errors > 3
+    collection.close()
