@@ -76,6 +76,10 @@ class EmbeddingCollection:
     ):
         if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
             raise TypeError(f"`seed` must be an integer, got {seed!r}")
+        if storage is not None and not isinstance(storage, Storage):
+            raise TypeError(
+                f"`storage` must be a Storage(device_rows=...) or None, got {storage!r}"
+            )
         if initial_rows < 1:
             raise ValueError(f"`initial_rows` must be positive, got {initial_rows}")
         if threads < 1:
@@ -444,7 +448,8 @@ class EmbeddingCollection:
         """Lets rows leave by the `evict` policies of their tables now, due or not.
 
         To be called at the end of a day or a pass, between two loops over a loader: it is
-        before the next batch that is planned. Scores of `ShowClick` decay.
+        before the next batch that is planned. Scores of `ShowClick` decay. The rows can be
+        read until the next training step or `load_rows`, which gives them to `on_evict`.
 
         Returns:
           By table that has such a policy, how many rows leave.

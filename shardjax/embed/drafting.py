@@ -280,7 +280,8 @@ class Drafter:
                 draft.counters["inserted"] += table.new
                 if tier.host is not None:
                     draft.counters["host_hits"] += came - table.new
-                    draft.counters["device_hits"] += table.unique - came
+                    here = int((table.where >= 0).sum())  # refused keys have no row
+                    draft.counters["device_hits"] += here - came
             draft.ends.append(residents.coming.count)
 
     def room(self, tier: Tier) -> int | None:

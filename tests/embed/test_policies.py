@@ -666,3 +666,13 @@ def test_examples_without_weight_may_have_any_label_where_clicks_are_counted():
     labels[3], weights[3] = np.nan, 0
     run.train([dataclasses.replace(made, labels=labels, weights=weights)])
     assert np.isfinite(run.losses).all()
+
+
+def test_keys_without_a_row_are_no_hits():
+    collection = collection_of(Storage(device_rows=16), admit=MinCount(2))
+    state, counters = train_on(collection, collection.init(), np.arange(8))
+    assert counters["refused"] == 8 and counters["device_hits"] == 0
+    state, counters = train_on(collection, state, np.arange(10))
+    assert counters["refused"] == 2 and counters["inserted"] == 8
+    state, counters = train_on(collection, state, np.arange(12))
+    assert counters["device_hits"] == 8 and counters["inserted"] == 2

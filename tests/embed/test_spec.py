@@ -224,6 +224,7 @@ def test_bad_collections_are_refused(features, error, message):
     [
         ({"initial_rows": 0}, ValueError, "`initial_rows` must be positive, got 0"),
         ({"threads": 0}, ValueError, "`threads` must be positive, got 0"),
+        ({"storage": 9}, TypeError, r"`storage` must be a Storage\(device_rows=...\)"),
         ({"seed": 1.5}, TypeError, "`seed` must be an integer, got 1.5"),
         ({"seed": True}, TypeError, "`seed` must be an integer, got True"),
     ],
