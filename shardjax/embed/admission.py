@@ -6,9 +6,10 @@ import math
 import numba
 import numpy as np
 
+from shardjax.embed.eviction import TALLY, lowest
 from shardjax.embed.index import Index, mix64
 from shardjax.embed.policies import Always, MinCount, Probability
-from shardjax.embed.records import hash_keys
+from shardjax.embed.records import hashes_of
 
 _log = logging.getLogger(__name__)
 
@@ -42,26 +43,6 @@ def _raise_to(counters, hashes, keys, counts):
             h += step
 
 
-def lowest(scores: np.ndarray, keys: np.ndarray, count: int) -> np.ndarray:
-    """The `count` lowest of some scores, bool [n]; equal ones by a hash of their key.
-
-    Example:
-      >>> lowest(np.array([5, 2, 9]), np.array([1, 2, 3], np.uint64), 2).tolist()
-      [True, True, False]
-    """
-    if count <= 0:
-        return np.zeros(len(scores), bool)
-    if count >= len(scores):
-        return np.ones(len(scores), bool)
-    last = np.partition(scores, count - 1)[count - 1]
-    chosen = scores < last
-    ties = np.flatnonzero(scores == last)
-    hashes = np.empty(len(ties), np.uint64)
-    hash_keys(keys[ties], hashes)
-    chosen[ties[np.argsort(hashes)[: count - int(chosen.sum())]]] = True
-    return chosen
-
-
 class ExactCounts:
     """Occurrences of up to `most_keys` keys."""
 
@@ -82,8 +63,12 @@ class ExactCounts:
         forgotten = 0
         if len(self._counts) > self.most_keys:
             known, scores = self._counts.items()
-            forgotten = len(known) - self.most_keys // 2
-            self._counts.remove(known[lowest(scores, known, forgotten)])
+            facts = known, np.zeros(0, np.int32), scores
+            test = lowest(lambda: [facts], TALLY, self.most_keys // 2)
+            assert test is not None, "there are more than most_keys"
+            gone = known[test(facts)]
+            self._counts.remove(gone)
+            forgotten = len(gone)
         return forgotten
 
     def forget(self, keys: np.ndarray) -> None:
@@ -166,10 +151,8 @@ class Gate:
         if self._counts is not None and isinstance(self.policy, MinCount):
             return self._counts.before(keys) + counts >= self.policy.count
         if isinstance(self.policy, Probability):
-            hashes = np.empty(len(keys), np.uint64)
             moment = np.uint64(mix64(np.uint64(step)) ^ self._seed)
-            hash_keys(keys ^ moment, hashes)
-            chance = (hashes >> np.uint64(11)) / 2.0**53  # in [0, 1)
+            chance = (hashes_of(keys ^ moment) >> np.uint64(11)) / 2.0**53  # in [0, 1)
             return chance < 1 - (1 - self.policy.p) ** counts
         return np.ones(len(keys), bool)
 

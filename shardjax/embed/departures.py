@@ -5,7 +5,7 @@ out, rows that leave stay where they are, and only the index no longer knows the
 the devices are the exception, as what is written there is written after that step.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class Departures:
         self.waiting: list[Evicted] = []
         self._leaving: list[Evicted] = []  # until they are gone
 
-    def evict(self, table: int, policies: Iterable[Eviction], step: int) -> int:
+    def evict(self, table: int, policies: Sequence[Eviction], step: int) -> int:
         """Takes out the rows of a table that have to leave before a step.
 
         Returns:

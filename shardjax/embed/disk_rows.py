@@ -14,7 +14,7 @@ import numpy as np
 
 from shardjax.embed.eviction import Cut, Facts
 from shardjax.embed.merging import Part, merged_parts, sorted_parts
-from shardjax.embed.records import HEADER_WORDS, hash_keys
+from shardjax.embed.records import HEADER_WORDS, hashes_of, keys_of
 from shardjax.embed.segments import CorruptSegmentError, Found, Segment
 
 _log = logging.getLogger(__name__)
@@ -301,12 +301,11 @@ class DiskRows:
                 for start in range(0, segment.count, chunk):
                     stop = min(start + chunk, segment.count)
                     _, records = segment.live_records(start, stop)
-                    keys = np.ascontiguousarray(records[:, :2]).view(np.uint64)[:, 0]
+                    keys = keys_of(records)
                     yield keys, records[:, 2]
 
     def _find(self, keys, tables, bury: bool) -> Found:
-        hashes = np.empty(len(keys), np.uint64)
-        hash_keys(keys, hashes)
+        hashes = hashes_of(keys)
         records = np.empty((len(keys), HEADER_WORDS + self.words), np.int32)
         out = np.full(len(keys), -1, np.int64)
 
@@ -437,9 +436,8 @@ class DiskRows:
         if not len(numbers):
             return
         records = segment.read(numbers)
-        keys = np.ascontiguousarray(records[:, :2]).view(np.uint64)[:, 0]
-        hashes = np.empty(len(keys), np.uint64)
-        hash_keys(keys, hashes)
+        keys = keys_of(records)
+        hashes = hashes_of(keys)
         places = np.full(len(keys), -1, np.int64)
         tables = records[:, 2].copy()
         wanted = np.arange(len(keys))

@@ -117,6 +117,10 @@ class Drafter:
                 else "\n- ".join(["", *problems])
             )
         for state, table, hidden in full:
+            if table.asked is not None:  # what finds no room has not passed
+                keys, counts, admitted = table.asked
+                refused = state.index.table[table.entries[hidden], 0]
+                table.asked = keys, counts, admitted & ~np.isin(keys, refused)
             state.drop(table, hidden)
             counters["rejected"] += draft.hide(table, hidden)
         for state in states:

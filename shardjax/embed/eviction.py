@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardjax.embed.policies import LFU, LRU, TTL, Eviction, ShowClick
-from shardjax.embed.records import hash_keys
+from shardjax.embed.records import hashes_of
 from shardjax.embed.segments import Facts, Segment
 
 UNIT = 4096  # of ShowClick scores in a tally
 MOST_TALLY = 2**32 - 1
+LAST_STEP, TALLY = 1, 2  # fields of Facts
 
 
 @dataclass(eq=False)
@@ -119,10 +120,39 @@ class _Lowest:
 
     def __call__(self, facts: Facts) -> np.ndarray:
         scores = facts[self.field]
-        hashes = np.empty(len(scores), np.uint64)
-        hash_keys(facts[0], hashes)
+        hashes = hashes_of(facts[0])
         ties = (scores == self.score) & (hashes < np.uint64(self.hash))
         return (scores < self.score) | ties
+
+
+def lowest(
+    scan: Callable[[], Iterable[Facts]], field: int, rows: int
+) -> _Lowest | None:
+    """The test for the lowest of some rows, equal ones by a hash of their key.
+
+    Args:
+      scan: gives their facts, in parts; twice.
+      field: of Facts, that is compared.
+      rows: how many are to be left; None is returned if there are not more.
+
+    Example:
+      >>> facts = np.array([1, 2, 3], np.uint64), np.zeros(3, np.int32), np.array([5, 2, 9])
+      >>> lowest(lambda: [facts], TALLY, 1)(facts).tolist()
+      [True, True, False]
+    """
+    parts = [facts[field] for facts in scan()]
+    scores = np.concatenate([np.zeros(0, np.uint32), *parts])
+    count = len(scores) - rows
+    if count <= 0:
+        return None
+    score = int(np.partition(scores, count - 1)[count - 1])
+    rest = count - int((scores < score).sum())
+    ties = np.concatenate([f[0][f[field] == score] for f in scan()])
+    hashes = hashes_of(ties)
+    hashes.sort()
+    if rest == len(hashes):
+        return _Lowest(field, score + 1, 0)
+    return _Lowest(field, score, int(hashes[rest]))
 
 
 class Cut:
@@ -143,31 +173,20 @@ class Cut:
         self.tests: list[Callable[[Facts], np.ndarray]] = []
         for policy in policies:
             if isinstance(policy, TTL):
-                self.tests.append(_Below(1, step - policy.steps))
+                self.tests.append(_Below(LAST_STEP, step - policy.steps))
             elif isinstance(policy, ShowClick):
-                self.tests.append(_Below(2, int(np.ceil(policy.threshold * UNIT))))
+                self.tests.append(_Below(TALLY, int(np.ceil(policy.threshold * UNIT))))
             elif isinstance(policy, LRU | LFU):
-                test = self._budget(policy, scan)
+                field = LAST_STEP if isinstance(policy, LRU) else TALLY
+                test = lowest(lambda: self._rest(scan), field, policy.rows)
                 if test is not None:
                     self.tests.append(test)
 
-    def _budget(self, policy: LRU | LFU, scan) -> _Lowest | None:
-        which = 1 if isinstance(policy, LRU) else 2
-        parts = [facts[which][~self(facts)] for facts in scan()]
-        scores = np.concatenate([np.zeros(0, np.uint32), *parts])
-        excess = len(scores) - policy.rows
-        if excess <= 0:
-            return None
-        score = int(np.partition(scores, excess - 1)[excess - 1])
-        rest = excess - int((scores < score).sum())
-        parts = [f[0][(f[which] == score) & ~self(f)] for f in scan()]
-        keys = np.concatenate([np.zeros(0, np.uint64), *parts])
-        hashes = np.empty(len(keys), np.uint64)
-        hash_keys(keys, hashes)
-        hashes.sort()
-        if rest == len(hashes):
-            return _Lowest(which, score + 1, 0)
-        return _Lowest(which, score, int(hashes[rest]))
+    def _rest(self, scan: Callable[[], Iterator[Facts]]) -> Iterator[Facts]:
+        """What is known of the rows that stay so far."""
+        for facts in scan():
+            stay = ~self(facts)
+            yield facts[0][stay], facts[1][stay], facts[2][stay]
 
     def __bool__(self) -> bool:
         return bool(self.tests)
@@ -181,6 +200,6 @@ class Cut:
 
     def oldest(self) -> int | None:
         """The last step below which rows leave, if nothing else decides; or None."""
-        if all(isinstance(t, _Below) and t.field == 1 for t in self.tests):
+        if all(isinstance(t, _Below) and t.field == LAST_STEP for t in self.tests):
             return max((t.least for t in self.tests), default=0)  # type: ignore[attr-defined]
         return None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from shardjax.embed.records import HEADER_WORDS, hash_keys, seal, write_records
+from shardjax.embed.records import HEADER_WORDS, hashes_of, keys_of, seal, write_records
 from shardjax.embed.segments import Segment
 
 # hashes, uint64 [n], in order; and records, int32 [n, words]
@@ -20,8 +20,7 @@ def sorted_parts(keys, tables, last_step, tallies, rows) -> Iterator[Part]:
       last_step, tallies: int32 and uint32 [n].
       rows: int32 [n, words].
     """
-    hashes = np.empty(len(keys), np.uint64)
-    hash_keys(keys, hashes)
+    hashes = hashes_of(keys)
     order = np.argsort(hashes)
     words = HEADER_WORDS + rows.shape[1]
     chunk = max(_PART_BYTES // (4 * words), 1)
@@ -84,7 +83,6 @@ def _read(segment: Segment, dead: np.ndarray, chunk: int) -> Iterator[Part]:
         stop = min(start + chunk, segment.count)
         _, records = segment.live_records(start, stop, dead)
         if len(records):
-            keys = np.ascontiguousarray(records[:, :2]).view(np.uint64)[:, 0]
-            hashes = np.empty(len(keys), np.uint64)
-            hash_keys(keys, hashes)
+            keys = keys_of(records)
+            hashes = hashes_of(keys)
             yield hashes, records

@@ -51,10 +51,21 @@ def _checksum(record):
 
 
 @numba.njit(nogil=True, cache=True)
-def hash_keys(keys, out):
-    """Writes `mix64` of keys, uint64 [n], by which segments are sorted."""
+def _hash_keys(keys, out):
     for i in range(keys.shape[0]):
         out[i] = mix64(keys[i])
+
+
+def hashes_of(keys: np.ndarray) -> np.ndarray:
+    """`mix64` of keys, uint64 [n], by which segments are sorted."""
+    hashes = np.empty(len(keys), np.uint64)
+    _hash_keys(keys, hashes)
+    return hashes
+
+
+def keys_of(records: np.ndarray) -> np.ndarray:
+    """The salted keys of records, int32 [n, words]: uint64 [n]."""
+    return np.ascontiguousarray(records[:, :2]).view(np.uint64)[:, 0]
 
 
 @numba.njit(nogil=True, cache=True)

@@ -31,6 +31,7 @@ from shardjax.embed.records import (
     AT_ONCE,
     bury_records,
     find_records,
+    keys_of,
     summarize,
     verify,
 )
@@ -222,7 +223,7 @@ class Segment:
             numbers, records = self.live_records(start, stop)
             own = records[:, 2] == table
             records = records[own]
-            keys = np.ascontiguousarray(records[:, :2]).view(np.uint64)[:, 0]
+            keys = keys_of(records)
             tallies = records[:, 4].copy().view(np.uint32)
             yield numbers[own], (keys, records[:, 3].copy(), tallies)
 

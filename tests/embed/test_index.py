@@ -21,6 +21,14 @@ def u64(keys) -> np.ndarray:
     return np.array(list(keys), np.uint64)
 
 
+def assert_same(index: Index, model: dict[int, int]):
+    asked = u64([*model, *(k ^ 1 for k in model), 7])
+    expected = [model.get(int(k), -1) for k in asked]
+    np.testing.assert_array_equal(index.lookup(asked), expected)
+    got = dict(zip(*(x.tolist() for x in index.items()), strict=True))
+    assert got == model
+
+
 @given(st.lists(st.lists(st.tuples(NEAR_KEYS, st.integers(0, 2**31 - 1)), max_size=60)))
 def test_index_is_a_dict(batches):
     index, model = Index(), {}
@@ -32,11 +40,7 @@ def test_index_is_a_dict(batches):
         index.insert(keys, slots)
         model.update(batch)
         assert len(index) == len(model) <= index.limit
-    asked = u64([*model, *(k ^ 1 for k in model), 7])
-    expected = [model.get(int(k), -1) for k in asked]
-    np.testing.assert_array_equal(index.lookup(asked), expected)
-    got = dict(zip(*(x.tolist() for x in index.items()), strict=True))
-    assert got == model
+    assert_same(index, model)
 
 
 CHANGES = st.lists(
@@ -90,11 +94,7 @@ def test_a_large_index_is_a_dict_whatever_happens_to_it(none_is_small, changes):
             np.testing.assert_array_equal(entries, entries_of(index, met))
             index.table[entries, 1] &= ~np.uint64(0xFFFFFFFF)
         assert len(index) == len(model) <= index.limit
-    asked = u64([*model, *(k ^ 1 for k in model), 7])
-    expected = [model.get(int(k), -1) for k in asked]
-    np.testing.assert_array_equal(index.lookup(asked), expected)
-    got = dict(zip(*(x.tolist() for x in index.items()), strict=True))
-    assert got == model
+    assert_same(index, model)
     assert np.count_nonzero(index.table[: 2 * index.homes, 1]) == len(model)
 
 

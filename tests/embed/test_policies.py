@@ -676,3 +676,16 @@ def test_keys_without_a_row_are_no_hits():
     assert counters["refused"] == 2 and counters["inserted"] == 8
     state, counters = train_on(collection, state, np.arange(12))
     assert counters["device_hits"] == 8 and counters["inserted"] == 2
+
+
+def test_a_key_that_a_full_table_refuses_keeps_its_count():
+    collection = collection_of(
+        capacity=1, on_full="reject", admit=MinCount(2), evict=TTL(1, every=4)
+    )
+    state, _ = train_on(collection, collection.init(), [7, 7])
+    state, counters = train_on(collection, state, [1, 1])
+    assert (counters["rejected"], counters["refused"]) == (2, 0)
+    state, _ = train_on(collection, state, [2], [3])
+    state, counters = train_on(collection, state, [1])  # 7 has left: there is room
+    assert counters["evicted_rows"] == 1
+    assert (counters["refused"], counters["inserted"]) == (0, 1)
