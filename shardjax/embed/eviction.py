@@ -141,11 +141,12 @@ def lowest(
       [True, True, False]
     """
     parts = [facts[field] for facts in scan()]
-    scores = np.concatenate([np.zeros(0, np.uint32), *parts])
-    count = len(scores) - rows
+    count = sum(map(len, parts)) - rows
     if count <= 0:
         return None
-    score = int(np.partition(scores, count - 1)[count - 1])
+    scores = np.concatenate(parts)
+    scores.partition(count - 1)
+    score = int(scores[count - 1])
     rest = count - int((scores < score).sum())
     ties = np.concatenate([f[0][f[field] == score] for f in scan()])
     hashes = hashes_of(ties)

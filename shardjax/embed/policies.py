@@ -122,7 +122,8 @@ class LRU:
     """Of more rows than permitted, those leave whose last use is the longest ago.
 
     Rows of the same step leave in the order of a hash of their keys. The table may have
-    more rows until the next look. A look takes 4 bytes of RAM per row for a moment.
+    more rows until the next look. A look takes 8 bytes of RAM per row for a moment, and 24
+    for each whose step is the last from which some rows leave.
 
     Attributes:
       rows: how many are permitted.
