@@ -29,7 +29,7 @@ from shardjax.embed.moves import SlabState, from_words, slab_spec, unpack_record
 from shardjax.embed.plan import Plan, PlanError, Planner, WindowBatch
 from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.storage import Storage
-from shardjax.embed.translate import find_owners
+from shardjax.embed.translate import owners_of
 
 EmbeddingState = tuple[SlabState, ...]
 
@@ -530,10 +530,7 @@ class EmbeddingCollection:
 
     def _owners(self, g: int, single: int, salted: np.ndarray) -> np.ndarray:
         """The owner device of each of some keys of a table."""
-        owners = np.zeros(len(salted), np.int32)
-        devices = 1 if self.groups[g].replicated else self.devices
-        find_owners(salted, single, devices, owners)
-        return owners
+        return owners_of(salted, single, self.planner.tiers[g].owners)
 
     def _table(self, name: str):
         for g, tables in enumerate(self.planner.tables):

@@ -17,7 +17,7 @@ from shardjax.embed.moves import WriteBack
 from shardjax.embed.policies import Eviction, ShowClick
 from shardjax.embed.records import HEADER_WORDS
 from shardjax.embed.residents import FREE, Residents
-from shardjax.embed.translate import find_owners
+from shardjax.embed.translate import owners_of
 
 _CHUNK = 1 << 20
 
@@ -139,9 +139,7 @@ class Departures:
         return bool((self._host.headers["flight"][rows] != 0).any())
 
     def _owners(self, table: int, keys: np.ndarray) -> np.ndarray:
-        owners = np.zeros(len(keys), np.int32)
-        find_owners(keys, self._single_owners[table], self._devices, owners)
-        return owners
+        return owners_of(keys, self._single_owners[table], self._devices)
 
     def _device_rows(self, table: int):
         """The owner, slots and entries of a table's rows on each device."""

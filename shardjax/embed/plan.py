@@ -45,7 +45,7 @@ from shardjax.embed.routes import Routes
 from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.storage import Storage
 from shardjax.embed.tier import Tier
-from shardjax.embed.translate import find_owners
+from shardjax.embed.translate import owners_of
 
 # features and examples, or features, examples and clicks
 WindowBatch = (
@@ -508,8 +508,7 @@ class Planner:
             self._check_open()
             known, _ = state.index.items()
             known = np.union1d(known, tier.departures.keys(state.number))
-            owners = np.zeros(len(known), np.int32)
-            find_owners(known, state.table.owner, tier.owners, owners)
+            owners = owners_of(known, state.table.owner, tier.owners)
             where = state.index.lookup(known).astype(np.int64)
             slots, elsewhere, _ = self._as_applied(g, state, known, where, owners)
             slots[elsewhere] = 0

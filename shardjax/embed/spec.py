@@ -16,6 +16,7 @@ from shardjax.embed.policies import (
     Eviction,
     Never,
     ShowClick,
+    check_integer,
     check_policies,
 )
 from shardjax.embed.storage import Storage
@@ -128,11 +129,11 @@ class TableSpec:
                 f"`name` of a table must be a non-empty text, got {self.name!r}"
             )
         owner = f"table {self.name!r}"
-        _positive(owner, "dim", self.dim)
+        check_integer(f"`dim` of {owner}", self.dim, 1)
         if self.capacity is not None:
-            _positive(owner, "capacity", self.capacity)
+            check_integer(f"`capacity` of {owner}", self.capacity, 1)
         if self.vocabulary is not None:
-            _positive(owner, "vocabulary", self.vocabulary)
+            check_integer(f"`vocabulary` of {owner}", self.vocabulary, 1)
             if self.capacity is not None:
                 raise ValueError(
                     f"{owner} must not have both `capacity` ({self.capacity}) and"
@@ -197,13 +198,6 @@ class TableSpec:
         return self.capacity or self.vocabulary or 2**31 - 2
 
 
-def _positive(owner: str, name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"`{name}` of {owner} must be an integer, got {value!r}")
-    if not 0 < value < 2**31 - 1:
-        raise ValueError(f"`{name}` of {owner} must be in [1, 2**31 - 2], got {value}")
-
-
 @dataclass(frozen=True)
 class FeatureSpec:
     """How one feature of the batch reads a table. Several may share a table.
@@ -244,7 +238,7 @@ class FeatureSpec:
         _choice(owner, "on_long", self.on_long, Literal["error", "first", "last"])
         _choice(owner, "on_bad_id", self.on_bad_id, Literal["error", "zero", "drop"])
         if self.max_length is not None:
-            _positive(owner, "max_length", self.max_length)
+            check_integer(f"`max_length` of {owner}", self.max_length, 1)
             if self.combiner != "none":
                 raise ValueError(
                     f"`max_length` of {owner} is for combiner 'none', got combiner"

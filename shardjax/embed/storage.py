@@ -7,6 +7,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from shardjax.embed.policies import check_integer
+
 Keep = Literal["lfu", "lru"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -102,10 +104,6 @@ class Storage:
                 )
         if self.disk is not None and self.map_bytes is None:
             object.__setattr__(self, "map_bytes", int(self.host_bytes or 0) // 10)
-        rows = self.device_rows
-        if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
-            raise TypeError(f"`device_rows` must be an integer, got {rows!r}")
-        if not 0 < rows < 2**30:
-            raise ValueError(f"`device_rows` must be in [1, 2**30), got {rows}")
+        check_integer("`device_rows`", self.device_rows, 1, 2**30 - 1)
         if self.keep not in get_args(Keep):
             raise ValueError(f"`keep` must be 'lfu' or 'lru', got {self.keep!r}")

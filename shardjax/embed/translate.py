@@ -167,10 +167,21 @@ def owner_of(salted_key, single_owner, devices):
 
 
 @numba.njit(nogil=True, cache=True)
-def find_owners(salted_keys, single_owner, devices, owners):
-    """Writes the owner of each key, int32 [n]."""
+def _find_owners(salted_keys, single_owner, devices, owners):
     for i in range(salted_keys.shape[0]):
         owners[i] = owner_of(salted_keys[i], single_owner, devices)
+
+
+def owners_of(salted_keys: np.ndarray, single_owner: int, devices: int) -> np.ndarray:
+    """The owner of each of some keys, uint64 [n], of a table: int32 [n].
+
+    Args:
+      single_owner: of the table, or -1.
+      devices: that own rows.
+    """
+    owners = np.empty(len(salted_keys), np.int32)
+    _find_owners(salted_keys, single_owner, devices, owners)
+    return owners
 
 
 @numba.njit(nogil=True, cache=True)

@@ -16,7 +16,7 @@ from shardjax.embed import (
     uniform,
     zeros,
 )
-from shardjax.embed.translate import find_owners
+from shardjax.embed.translate import owners_of
 from shardjax.mesh import make_mesh
 from shardjax.network import Network
 from shardjax.state import init_state
@@ -246,8 +246,7 @@ def test_owners_are_ranges_of_buckets():
     keys = wide_keys(2000)
     owners = {}
     for devices in (1, 3, 4, 8):
-        owners[devices] = np.empty(len(keys), np.int32)
-        find_owners(keys, -1, devices, owners[devices])
+        owners[devices] = owners_of(keys, -1, devices)
         counts = np.bincount(owners[devices], minlength=devices)
         assert counts.min() > 0.8 * len(keys) / devices
     np.testing.assert_array_equal(owners[8] // 2, owners[4])
@@ -513,8 +512,7 @@ def test_full_arrays_have_no_zeros_to_spare(mesh_shape):
     collection = EmbeddingCollection(features, mesh=make_mesh(mesh_shape))
     salt = collection.planner.tables[0][0].table.salt
     keys = wide_keys(400)
-    owners = np.empty(len(keys), np.int32)
-    find_owners(keys + salt, -1, 2, owners)
+    owners = owners_of(keys + salt, -1, 2)
     if mesh_shape == "1x1":
         keys = keys[:64]
     else:  # one requester asks each of two owners for 16
