@@ -10,6 +10,7 @@ from shardjax import (
     models as models,
     train as train,
     writers as writers,
+    zero as zero,
 )
 from shardjax.mesh import (
     DATA_AXIS as DATA_AXIS,
@@ -30,6 +31,13 @@ from shardjax.partition import (
     match_specs as match_specs,
     named_shardings as named_shardings,
 )
+from shardjax.precision import (
+    LossScaling as LossScaling,
+    Precision as Precision,
+    with_master as with_master,
+)
+from shardjax.remat import scan_layers as scan_layers
+from shardjax.sharded import gather as gather
 from shardjax.state import (
     TrainState as TrainState,
     compute_metrics as compute_metrics,

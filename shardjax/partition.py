@@ -147,12 +147,12 @@ def spec_problems(tree: PyTree, specs: PyTree[PartitionSpec], mesh: Mesh) -> lis
         elif not wrong_axes:
             for dim, entry in enumerate(spec):
                 parts = 1
-                for axis in _axes(entry):
+                for axis in entry_axes(entry):
                     parts *= mesh.shape[axis]
                 if shape[dim] % parts:
                     problems.append(
                         f"{name}: dim {dim} of shape {shape} is {shape[dim]}, not"
-                        f" divisible by {parts} ({'x'.join(_axes(entry))})"
+                        f" divisible by {parts} ({'x'.join(entry_axes(entry))})"
                     )
 
     jax.tree_util.tree_map_with_path(check, tree, specs)
@@ -176,8 +176,13 @@ def leaf_path(path: Sequence) -> str:
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
-def _axes(entry) -> tuple[str, ...]:
-    """Mesh axes in one entry of a spec."""
+def entry_axes(entry) -> tuple[str, ...]:
+    """Mesh axes in one entry of a spec.
+
+    Example:
+      >>> entry_axes(("data", "model")), entry_axes("data"), entry_axes(None)
+      (('data', 'model'), ('data',), ())
+    """
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
@@ -186,7 +191,7 @@ def _axes(entry) -> tuple[str, ...]:
 def _axis_problems(name: str, spec: PartitionSpec, mesh: Mesh) -> list[str]:
     problems = []
     seen = set()
-    for axis in (axis for entry in spec for axis in _axes(entry)):
+    for axis in (axis for entry in spec for axis in entry_axes(entry)):
         if axis not in mesh.shape:
             problems.append(f"{name}: {spec} names the axis {axis!r}")
         elif axis in seen:

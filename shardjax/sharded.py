@@ -1,0 +1,149 @@
+"""Parameters of which each device holds a part, and how a model asks for the whole.
+
+ZeRO stage 3 keeps every parameter in parts. A model that runs its layers one after the
+other asks for the parameters of a layer where it needs them, inside the function that it
+gives to `shardjax.remat.scan_layers` (or to `jax.checkpoint`)::
+
+    def block(x, layer):
+        layer = gather(layer)      # the whole, in the dtype to compute in
+        return x + jnp.tanh(x @ layer["w1"]) @ layer["w2"]
+
+`gather` leaves plain arrays as they are, so the same model runs at every stage and without
+any. Its gradient goes back as parts: the transpose of an all-gather is a reduce-scatter.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """How the parts of an array make the whole. Dims are counted from the end.
+
+    Counted so, what is said of a stack of layers holds for one layer too.
+
+    Attributes:
+      dim: that is split, negative.
+      axes: mesh axes that it is split over, major first.
+      auto: (dim, mesh axis or axes) of what tensor parallelism splits besides.
+      auto_axes: mesh axes that the compiler partitions over, if any.
+      dtype: of the whole, None for that of the parts; parts are cast before they travel.
+      reduce_dtype: that gradients are summed in, None for that of the parts.
+    """
+
+    dim: int
+    axes: tuple[str, ...]
+    auto: tuple[tuple[int, Any], ...] = ()
+    auto_axes: tuple[str, ...] = ()
+    dtype: Any = None
+    reduce_dtype: Any = None
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["local"], meta_fields=["spec"])
+@dataclass(frozen=True)
+class Part:
+    """A device's part of a parameter, inside `jax.shard_map`."""
+
+    local: jax.Array  # this device's part, in the dtype of the parameter
+    spec: PartSpec = field(compare=False)
+
+    def __jax_array__(self):
+        raise TypeError(
+            "a parameter must be whole where it is computed with, got a device's part of"
+            f" shape {self.local.shape}. Call shardjax.gather(params) on the parameters"
+            " of a layer before using them, or leave the layer out of `blocks`"
+        )
+
+
+def is_part(x: Any) -> bool:
+    """Whether `x` is a part of a parameter."""
+    return isinstance(x, Part)
+
+
+def gather(tree: PyTree) -> PyTree:
+    """Makes parameters whole: gathers parts, leaves all else as it is.
+
+    Args:
+      tree: parameters as a loss gets them; arrays, or parts of them at ZeRO stage 3.
+
+    Returns:
+      The same tree with an array for each part.
+
+    Example:
+      >>> gather({"w": jnp.ones((2, 3))})["w"].shape
+      (2, 3)
+    """
+
+    def whole(x):
+        return gather_part(x.spec, x.local) if is_part(x) else x
+
+    return jax.tree.map(whole, tree, is_leaf=is_part)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gather_part(spec: PartSpec, local: jax.Array) -> jax.Array:
+    """The whole of an array; its gradient is the sum over the devices, in parts."""
+    local = local if spec.dtype is None else local.astype(spec.dtype)
+
+    def whole(x):
+        return jax.lax.all_gather(x, spec.axes, axis=x.ndim + spec.dim, tiled=True)
+
+    return over_auto_axes(whole, spec.auto, spec.auto_axes, local.ndim)(local)
+
+
+def scatter_sum(
+    whole: jax.Array,
+    dim: int,
+    axes: tuple[str, ...],
+    auto: tuple[tuple[int, Any], ...] = (),
+    auto_axes: tuple[str, ...] = (),
+) -> jax.Array:
+    """Sums an array over the devices and keeps this device's part of the sum.
+
+    Args:
+      whole: of the same shape on each device.
+      dim: to split, counted from the end.
+      axes, auto, auto_axes: as of `PartSpec`.
+    """
+
+    def scatter(x):
+        return jax.lax.psum_scatter(x, axes, scatter_dimension=x.ndim + dim, tiled=True)
+
+    return over_auto_axes(scatter, auto, auto_axes, whole.ndim)(whole)
+
+
+def over_auto_axes(fn, auto, auto_axes, ndim: int):
+    """`fn` of one array of `ndim` dims, made manual over the remaining mesh axes too.
+
+    A collective over some axes of what the compiler has split over others would first
+    gather it over those.
+    """
+    if not auto_axes:
+        return fn
+    entries: list[Any] = [None] * ndim
+    for dim, axes in auto:
+        entries[dim] = axes
+    spec = jax.P(*entries)
+    return jax.shard_map(
+        fn, axis_names=set(auto_axes), in_specs=spec, out_specs=spec, check_vma=False
+    )
+
+
+def _gather_forward(spec, local):
+    return gather_part(spec, local), jnp.zeros((0,), local.dtype)
+
+
+def _gather_backward(spec, like, grad):
+    dtype = like.dtype if spec.reduce_dtype is None else spec.reduce_dtype
+    part = scatter_sum(
+        grad.astype(dtype), spec.dim, spec.axes, spec.auto, spec.auto_axes
+    )
+    return (part.astype(like.dtype),)
+
+
+gather_part.defvjp(_gather_forward, _gather_backward)

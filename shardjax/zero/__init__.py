@@ -1,0 +1,27 @@
+"""ZeRO: parameters, gradients and optimizer state in parts over the mesh.
+
+`plan_zero` says where everything lies, `explain` prints it, `init_state` makes the state
+and `make_step` the training step of any loss.
+"""
+
+from shardjax.sharded import gather as gather
+from shardjax.zero.gradients import Loss as Loss, make_gradients as make_gradients
+from shardjax.zero.plan import (
+    STAGES as STAGES,
+    LeafPlan as LeafPlan,
+    ZeroPlan as ZeroPlan,
+    plan_zero as plan_zero,
+)
+from shardjax.zero.report import (
+    MemoryEstimate as MemoryEstimate,
+    WireBytes as WireBytes,
+    estimate_memory as estimate_memory,
+    explain as explain,
+    predict_wire_bytes as predict_wire_bytes,
+)
+from shardjax.zero.step import (
+    ZeroState as ZeroState,
+    apply_update as apply_update,
+    init_state as init_state,
+    make_step as make_step,
+)

@@ -1,0 +1,68 @@
+"""Where the state of an optimizer lies: with the parameters that it is kept for."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+
+def opt_state_specs(
+    tx: optax.GradientTransformation, abstract_state: PyTree, leaves: PyTree
+) -> PyTree:
+    """A PartitionSpec per leaf of an optimizer's state.
+
+    What has the shape of its parameter is split like it. What has some of its dims, as the
+    factors of Adafactor, keeps the entries of those. Counts and the like are whole.
+
+    Args:
+      tx: the optimizer.
+      abstract_state: shapes of its state, from `jax.eval_shape(tx.init, params)`.
+      leaves: a `LeafPlan` for each parameter, None for those that are not trained.
+    """
+
+    def of_param(leaf, plan):
+        if isinstance(leaf, optax.MaskedNode):
+            return leaf
+        return _spec_like(tuple(leaf.shape), plan)
+
+    return optax.tree_map_params(
+        tx,
+        of_param,
+        abstract_state,
+        leaves,
+        transform_non_params=lambda _: PartitionSpec(),
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+    )
+
+
+def _spec_like(shape: tuple[int, ...], plan) -> PartitionSpec:
+    """The spec of a state leaf of this shape, kept for a parameter."""
+    entries = list(plan.split_spec) + [None] * (len(plan.shape) - len(plan.split_spec))
+    if shape == plan.shape:
+        return plan.split_spec
+    kept: list[Any] = []
+    dims = iter(zip(plan.shape, entries, strict=True))
+    for size in shape:
+        entry = next((e for s, e in dims if s == size), _MISSING)
+        if entry is _MISSING:
+            return PartitionSpec()
+        kept.append(entry)
+    return PartitionSpec(*kept)
+
+
+_MISSING = object()
+
+
+def trained_only(leaves, tree: PyTree) -> PyTree:
+    """A tree with None for what is not trained: nothing, to JAX and to optax.
+
+    Args:
+      leaves: a `LeafPlan` per leaf of the tree, in its order.
+      tree: like the parameters.
+    """
+    flat, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(
+        [x if p.trained else None for x, p in zip(flat, leaves, strict=True)]
+    )

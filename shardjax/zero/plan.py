@@ -1,0 +1,338 @@
+"""Where every parameter, gradient and optimizer state lies, before anything is allocated.
+
+ZeRO (Rajbhandari et al. 2020) splits what data parallelism keeps on every device:
+
+===== ============================ ================================ ====================
+stage split over the devices       collectives of a step            bytes sent, of DP's
+===== ============================ ================================ ====================
+0     nothing                      all-reduce gradients             1
+1     optimizer state              reduce-scatter gradients,        1
+                                   all-gather parameters
+2     and accumulated gradients    reduce-scatter per microbatch,   1 (M microbatches:
+                                   all-gather parameters            (M + 1) / 2)
+3     and parameters               all-gather where used, forward   1.5 for layers in
+                                   and backward, reduce-scatter     `blocks`, else 1
+===== ============================ ================================ ====================
+
+Every leaf is split along one dim of its own, never as part of a flat buffer, so that a
+leaf's place depends on that leaf alone. Dims that tensor parallelism splits (`rules`) are
+left to it. A leaf of which no dim divides stays whole, and the plan says so.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import PyTree
+
+from shardjax.mesh import DATA_AXIS
+from shardjax.partition import (
+    Rules,
+    check_specs,
+    entry_axes,
+    leaf_path,
+    match_specs,
+)
+from shardjax.precision import Precision
+from shardjax.sharded import PartSpec
+from shardjax.zero.opt_state import opt_state_specs
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """Where one parameter lies, with its gradient and what the optimizer keeps for it.
+
+    Attributes:
+      path: of the leaf, as rules see it.
+      shape, dtype: of the whole.
+      spec: of the parameter between steps.
+      split_spec: of what is split at this stage: the optimizer's state and its update.
+      part: how the parts of a split leaf make the whole; None for a leaf kept whole.
+      in_block: whether the loss gets it in parts at stage 3 and gathers it itself.
+      trained: False for leaves that are no floats, which the optimizer never sees.
+      reason: why it lies so.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+    split_spec: PartitionSpec
+    part: PartSpec | None
+    in_block: bool
+    trained: bool
+    reason: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return int(np.prod(self.shape)) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class ZeroPlan:
+    """Where everything lies; plain data, made by `plan_zero`.
+
+    Attributes:
+      mesh: the devices.
+      stage: 0 to 3.
+      axes: mesh axes of data parallelism, that the batch and ZeRO split over.
+      auto_axes: other mesh axes with more than one device: tensor parallelism's, over
+        which the compiler partitions.
+      leaves: a `LeafPlan` per parameter, in the order of the tree.
+      treedef: of the parameters.
+      opt_specs: a PartitionSpec per leaf of the optimizer's state.
+      abstract_opt_state: its shapes and dtypes.
+      precision: dtypes to store, compute and reduce in.
+    """
+
+    mesh: Mesh
+    stage: int
+    axes: tuple[str, ...]
+    auto_axes: tuple[str, ...]
+    leaves: tuple[LeafPlan, ...]
+    treedef: Any
+    opt_specs: PyTree
+    abstract_opt_state: PyTree
+    precision: Precision
+
+    @property
+    def parts(self) -> int:
+        """Devices along the axes of data parallelism."""
+        return int(np.prod([self.mesh.shape[axis] for axis in self.axes]))
+
+    def tree(self, values) -> PyTree:
+        """A tree like the parameters with one value per leaf."""
+        return jax.tree.unflatten(self.treedef, list(values))
+
+    @property
+    def param_specs(self) -> PyTree:
+        """A PartitionSpec per parameter, between steps."""
+        return self.tree(leaf.spec for leaf in self.leaves)
+
+
+def plan_zero(
+    abstract_params: PyTree,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    stage: int,
+    rules: Rules = (),
+    *,
+    axes: Sequence[str] = (DATA_AXIS,),
+    blocks: Sequence[str] = (),
+    min_bytes: int = 4096,
+    precision: "Precision | str" = "f32",
+    tolerance: float | None = None,
+) -> ZeroPlan:
+    """Plans where parameters, gradients and optimizer state lie.
+
+    Allocates nothing.
+
+    Args:
+      abstract_params: the parameters or their shapes (`jax.eval_shape`); any tree of
+        arrays. Leaves that are no floats are kept as they are and not trained.
+      tx: the optimizer, any optax transformation.
+      mesh: of `shardjax.make_mesh`.
+      stage: 0, 1, 2 or 3.
+      rules: ordered pairs of a pattern for paths and a PartitionSpec, for tensor
+        parallelism: axes besides `axes`. A rule may also name all of `axes` in one dim, to
+        say which dim ZeRO splits.
+      axes: mesh axes that the batch is split over.
+      blocks: patterns of paths of the layers' stacked parameters: at stage 3 the loss gets
+        those in parts, and calls `shardjax.gather` in each layer. Their leading dim is the
+        layers'. All other parameters are gathered once per step.
+      min_bytes: smaller leaves stay whole.
+      precision: dtypes; a `Precision` or its name.
+      tolerance: share of the parameters' bytes that may stay whole where the stage would
+        split them; None for any.
+
+    Raises:
+      ValueError: for an unknown stage or axis, a rule or block pattern that matches no
+        leaf, a spec that does not fit, or more than `tolerance` left whole.
+
+    Example:
+      >>> import shardjax as sj
+      >>> plan = plan_zero({"w": np.ones((8, 2))}, optax.adam(1e-3), sj.make_mesh("1x1"), 2)
+      >>> plan.leaves[0].reason
+      'whole: one device along data'
+    """
+    precision = Precision.parse(precision)
+    if stage not in STAGES or isinstance(stage, bool):
+        raise ValueError(f"`stage` must be one of {STAGES}, got {stage!r}")
+    if min_bytes < 0:
+        raise ValueError(f"`min_bytes` must not be negative, got {min_bytes}")
+    if tolerance is not None and not 0 <= tolerance <= 1:
+        raise ValueError(f"`tolerance` must be in [0, 1] or None, got {tolerance}")
+    axes = tuple(axes)
+    unknown = [axis for axis in axes if axis not in mesh.shape]
+    if unknown or not axes:
+        raise ValueError(
+            f"`axes` must name axes of the mesh, {mesh.axis_names}, got {axes}"
+        )
+    named = [
+        (leaf_path(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params)
+    ]
+    _check_patterns("rules", [pattern for pattern, _ in rules], named)
+    _check_patterns("blocks", blocks, named)
+    specs = match_specs(abstract_params, rules)
+    check_specs(abstract_params, specs, mesh)
+    flat_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    auto_axes = tuple(a for a in mesh.axis_names if a not in axes and mesh.shape[a] > 1)
+    chooser = _Chooser(mesh, stage, axes, auto_axes, blocks, min_bytes, precision)
+    leaves = tuple(
+        chooser.plan(path, leaf, spec)
+        for (path, leaf), spec in zip(named, flat_specs, strict=True)
+    )
+    treedef = jax.tree.structure(abstract_params)
+    trained = treedef.unflatten(
+        [jax.ShapeDtypeStruct(p.shape, p.dtype) if p.trained else None for p in leaves]
+    )
+    abstract_state = jax.eval_shape(tx.init, trained)
+    trained_leaves = treedef.unflatten([p if p.trained else None for p in leaves])
+    opt_specs = opt_state_specs(tx, abstract_state, trained_leaves)
+    plan = ZeroPlan(
+        mesh,
+        stage,
+        axes,
+        auto_axes,
+        leaves,
+        treedef,
+        opt_specs,
+        abstract_state,
+        precision,
+    )
+    if tolerance is not None:
+        _check_tolerance(plan, tolerance)
+    return plan
+
+
+@dataclass(frozen=True)
+class _Chooser:
+    """Chooses the dim along which a leaf is split."""
+
+    mesh: Mesh
+    stage: int
+    axes: tuple[str, ...]
+    auto_axes: tuple[str, ...]
+    blocks: Sequence[str]
+    min_bytes: int
+    precision: Precision
+
+    def plan(self, path: str, leaf, spec: PartitionSpec) -> LeafPlan:
+        shape, dtype = tuple(leaf.shape), leaf.dtype
+        in_block = any(re.search(pattern, path) for pattern in self.blocks)
+        entries: list[Any] = list(spec) + [None] * (len(shape) - len(spec))
+        asked = [
+            d for d, e in enumerate(entries) if set(entry_axes(e)) & set(self.axes)
+        ]
+        self._check_asked(path, spec, entries, asked)
+        auto = tuple(
+            (d - len(shape), e)
+            for d, e in enumerate(entries)
+            if e is not None and d not in asked
+        )
+        dim, reason = self._choose(shape, dtype, entries, asked, in_block)
+        trained = jnp.issubdtype(dtype, jnp.floating)
+        tensor = PartitionSpec(
+            *[None if d in asked else e for d, e in enumerate(entries)]
+        )
+        if dim is None:
+            return LeafPlan(
+                path, shape, dtype, tensor, tensor, None, False, trained, reason
+            )
+        entries[dim] = self.axes[0] if len(self.axes) == 1 else self.axes
+        split = PartitionSpec(*entries)
+        part = PartSpec(
+            dim - len(shape),
+            self.axes,
+            auto,
+            self.auto_axes,
+            self.precision.compute,
+            self.precision.reduce,
+        )
+        return LeafPlan(
+            path,
+            shape,
+            dtype,
+            split if self.stage == 3 else tensor,
+            split if self.stage else tensor,
+            part,
+            in_block and self.stage == 3,
+            trained,
+            reason,
+        )
+
+    def _check_asked(self, path, spec, entries, asked) -> None:
+        if asked and (
+            len(asked) > 1 or tuple(entry_axes(entries[asked[0]])) != self.axes
+        ):
+            raise ValueError(
+                f"{path}: a rule's spec must name all of the data parallel axes"
+                f" {self.axes} in one dim and in this order, or none of them, got {spec}"
+            )
+
+    def _choose(self, shape, dtype, entries, asked, in_block) -> tuple[int | None, str]:
+        """The dim to split and why, or None and why not."""
+        parts = int(np.prod([self.mesh.shape[a] for a in self.axes]))
+        over = "x".join(self.axes)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return None, f"whole: {dtype} is no float, not trained"
+        if parts == 1:
+            return None, f"whole: one device along {over}"
+        if asked:
+            return asked[0], f"dim {asked[0]} by a rule"
+        size = int(np.prod(shape)) * itemsize(dtype)
+        if size < self.min_bytes or size == 0:
+            return None, f"whole: {size} bytes, less than min_bytes {self.min_bytes}"
+        first = 1 if in_block else 0
+        free = [d for d in range(first, len(shape)) if entries[d] is None]
+        fit = [d for d in free if shape[d] % parts == 0]
+        if not fit:
+            sizes = [shape[d] for d in free]
+            return (
+                None,
+                f"whole: {parts} ({over}) divides none of its free dims {sizes}",
+            )
+        dim = max(fit, key=lambda d: shape[d])
+        return dim, f"dim {dim} of {shape[dim]}, the largest that {parts} divides"
+
+
+def itemsize(dtype) -> int:
+    """Bytes of a number, or of a PRNG key."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return 8
+    return jnp.dtype(dtype).itemsize
+
+
+def _check_patterns(what: str, patterns, named) -> None:
+    for pattern in patterns:
+        if not any(re.search(pattern, path) for path, _ in named):
+            paths = ", ".join(path for path, _ in named[:8])
+            more = f" and {len(named) - 8} more" if len(named) > 8 else ""
+            raise ValueError(
+                f"the pattern {pattern!r} of `{what}` matches no parameter; their paths are"
+                f" {paths}{more}"
+            )
+
+
+def _check_tolerance(plan: ZeroPlan, tolerance: float) -> None:
+    whole = [p for p in plan.leaves if p.trained and p.part is None]
+    total = sum(p.nbytes for p in plan.leaves if p.trained)
+    left = sum(p.nbytes for p in whole)
+    if plan.stage and plan.parts > 1 and left > tolerance * total:
+        largest = sorted(whole, key=lambda p: -p.nbytes)[:5]
+        lines = "".join(f"\n  - {p.path} {p.shape}: {p.reason}" for p in largest)
+        raise ValueError(
+            f"at most {tolerance:.1%} of the parameters' bytes may stay whole, but"
+            f" {left / max(total, 1):.1%} do:{lines}\nPad a dim to a multiple of"
+            f" {plan.parts}, lower `min_bytes`, or raise `tolerance`"
+        )
