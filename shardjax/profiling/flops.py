@@ -199,16 +199,16 @@ _PRODUCTS = {
 # are reported as unknown if there are flops in it.
 _CALLS = frozenset(
     {
-        "jit",
+        "call",
         "closed_call",
-        "core_call",
-        "remat",
-        "remat2",
-        "checkpoint",
+        "composite",
+        "compute_on",
         "custom_jvp_call",
         "custom_vjp_call",
         "custom_vmap_call",
-        "compute_on",
+        "jit",
+        "remat2",
+        "xla_metadata_call",
     }
 )
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
-_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$|(ENTRY )\{$")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
 _INSTRUCTION = re.compile(r"(ROOT )?%?([\w.\-]+) = (.+)$")
+_OPCODE = re.compile(r" *([\w\-]+)\(")
 _METADATA = re.compile(r', metadata=\{(?:"[^"]*"|[^"}])*\}')
 _COMMENT = re.compile(r"/\*.*?\*/")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
@@ -71,7 +72,7 @@ def parse_program(text: str) -> Program:
       Its computations.
 
     Raises:
-      ValueError: if it has no entry computation.
+      ValueError: if it has no entry computation or an instruction breaks off.
 
     Example:
       >>> text = "ENTRY main (x: f32[4]) -> f32[4] {\\n ROOT x = f32[4] parameter(0)\\n}"
@@ -82,7 +83,7 @@ def parse_program(text: str) -> Program:
     for line in text.splitlines():
         line = _COMMENT.sub("", line).strip()
         if header := _COMPUTATION.match(line):
-            current = header[2] or "ENTRY"
+            current = header[2]
             computations[current] = {}
             if line.startswith("ENTRY"):
                 entry = current
@@ -100,13 +101,15 @@ def parse_program(text: str) -> Program:
 
 
 def _parse_instruction(name: str, text: str) -> Instruction:
-    end = _closing(text, 0) if text.startswith("(") else text.index(" ")
-    shape, rest = text[:end], text[end:].lstrip()
-    start = rest.index("(")
-    end = _closing(rest, start)
-    operands = split_top(rest[start + 1 : end - 1])
+    end = _closing(text, 0) if text.startswith("(") else text.find(" ")
+    opcode = _OPCODE.match(text, max(end, 0))
+    if opcode is None:
+        raise _broken(text)
+    start = opcode.end() - 1
+    stop = _closing(text, start)
+    operands = split_top(text[start + 1 : stop - 1])
     names = tuple(part.split()[-1].lstrip("%") for part in operands)
-    return Instruction(name, shape, rest[:start], names, rest[end:])
+    return Instruction(name, text[:end], opcode[1], names, text[stop:])
 
 
 def _closing(text: str, start: int) -> int:
@@ -116,9 +119,13 @@ def _closing(text: str, start: int) -> int:
         depth += (text[place] == "(") - (text[place] == ")")
         if depth == 0:
             return place + 1
-    raise ValueError(
-        f"parentheses in the text of a program must be closed, got {text[:80]!r}. Give"
-        " the whole text of compiled.as_text()."
+    raise _broken(text)
+
+
+def _broken(text: str) -> ValueError:
+    return ValueError(
+        "an instruction must read `name = shape opcode(operands), ...`, got"
+        f" {text[:80]!r}. Give the whole text of compiled.as_text()."
     )
 
 
