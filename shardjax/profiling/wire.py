@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,9 @@ _SENT = {
 
 # Of these, what starts an asynchronous pair has the shape of the result alone.
 _RESULT_ONLY = ("all-reduce-start",)
+
+# What follows the first operand of these is a token, or a buffer and offsets.
+_FIRST_ONLY = ("send", "ragged-all-to-all")
 
 _SLICES = re.compile(r'megascale_target="\{([\d,]+)\}x')
 
@@ -124,12 +127,12 @@ def collectives(program: Any, *, devices: int | Mesh) -> list[Collective]:
     parsed = parse_program(_text(program))
     count = _device_count(devices)
     runs = count_runs(parsed)
-    found = []
-    for name, instructions in parsed.computations.items():
-        for instruction in instructions.values() if runs[name].times != 0 else ():
-            if kind := _kind(name, instruction):
-                sizes = _sizes(parsed, name, instruction, kind)
-                found.append(_collective(kind, instruction, sizes, runs[name], count))
+    found = [
+        _collective(parsed, name, instruction, runs[name], count)
+        for name, instructions in parsed.computations.items()
+        for instruction in instructions.values()
+        if runs[name].times != 0 and _kind(name, instruction)
+    ]
     if isinstance(devices, Mesh):
         return [replace(c, axes=spanned_axes(c.groups, devices)) for c in found]
     return found
@@ -149,22 +152,25 @@ def wire_bytes(found: Iterable[Collective]) -> WireBytes:
       0.0
     """
     found = list(found)
-    known = [
-        (one, one.bytes_sent * one.times) for one in found if one.times is not None
-    ]
-    by_kind, by_size, by_axes = (
-        defaultdict(float),
-        defaultdict(float),
-        defaultdict(float),
+    known = [one for one in found if one.times is not None]
+    return WireBytes(
+        total=float(sum(_all_sent(one) for one in known)),
+        by_kind=_sum_by(known, lambda one: one.kind),
+        by_group_size=_sum_by(known, lambda one: one.group_size),
+        by_axes=_sum_by([c for c in known if c.axes is not None], lambda one: one.axes),
+        unknown=tuple(one for one in found if one.times is None),
     )
-    for one, sent in known:
-        by_kind[one.kind] += sent
-        by_size[one.group_size] += sent
-        if one.axes is not None:
-            by_axes[one.axes] += sent
-    unknown = tuple(one for one in found if one.times is None)
-    total = float(sum(sent for _, sent in known))
-    return WireBytes(total, dict(by_kind), dict(by_size), dict(by_axes), unknown)
+
+
+def _all_sent(one: Collective) -> float:
+    return one.bytes_sent * (one.times or 0)
+
+
+def _sum_by(found: list[Collective], key: Callable[[Collective], Any]) -> dict:
+    sums = defaultdict(float)
+    for one in found:
+        sums[key(one)] += _all_sent(one)
+    return dict(sums)
 
 
 def _kind(computation: str, instruction: Instruction) -> str | None:
@@ -176,31 +182,18 @@ def _kind(computation: str, instruction: Instruction) -> str | None:
     return kind if kind in _SENT else None
 
 
-def _sizes(
-    program: Program, computation: str, instruction: Instruction, kind: str
-) -> tuple[int, int]:
-    """Bytes of the operands and of the result."""
-    instructions = program.computations[computation]
-    names = instruction.operands
-    if kind in (CROSS_SLICE, "ragged-all-to-all"):
-        names = names[:1]  # then come a token, or a buffer to write into and offsets
-    operand = sum(shape_bytes(instructions[name].shape) for name in names)
-    if kind == CROSS_SLICE:
-        return operand, operand
-    shape = instruction.shape
-    if instruction.opcode.endswith("-start") and instruction.opcode not in _RESULT_ONLY:
-        shape = tuple_shapes(shape)[1]
-    return operand, shape_bytes(shape)
-
-
 def _collective(
-    kind: str, instruction: Instruction, sizes: tuple[int, int], runs: Runs, count: int
+    program: Program, computation: str, instruction: Instruction, runs: Runs, count: int
 ) -> Collective:
+    kind = _kind(computation, instruction) or ""
+    operand, result = _sizes(program.computations[computation], instruction)
     groups, size = _groups(kind, instruction, count)
-    operand, result = sizes
     if kind == "reduce-scatter":
         result = operand // size  # a fused one has yet to cut its part out
-    sent = operand if kind == CROSS_SLICE else _SENT[kind](size, operand, result)
+    if kind == CROSS_SLICE:
+        result = sent = operand
+    else:
+        sent = _SENT[kind](size, operand, result)
     return Collective(
         kind=kind,
         name=instruction.name,
@@ -213,6 +206,19 @@ def _collective(
         conditional=runs.conditional,
         bytes_sent=float(sent),
     )
+
+
+def _sizes(
+    instructions: Mapping[str, Instruction], instruction: Instruction
+) -> tuple[int, int]:
+    """Bytes of the operands and of the result."""
+    names, shape = instruction.operands, instruction.shape
+    if instruction.opcode.startswith(_FIRST_ONLY):
+        names = names[:1]
+    if instruction.opcode.endswith("-start") and instruction.opcode not in _RESULT_ONLY:
+        shape = tuple_shapes(shape)[1]
+    operand = sum(shape_bytes(instructions[name].shape) for name in names)
+    return operand, shape_bytes(shape)
 
 
 def _groups(kind: str, instruction: Instruction, count: int) -> tuple[Groups, int]:
