@@ -8,6 +8,7 @@ from shardjax import (
     embed as embed,
     metrics as metrics,
     models as models,
+    profiling as profiling,
     train as train,
     writers as writers,
     zero as zero,
