@@ -37,3 +37,4 @@ from shardjax.embed.spec import (
     zeros as zeros,
 )
 from shardjax.embed.storage import Storage as Storage
+from shardjax.embed.table_rows import TableRows as TableRows

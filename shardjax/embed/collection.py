@@ -20,6 +20,7 @@ import numpy as np
 
 from shardjax.embed import exchange
 from shardjax.embed.draft import TableState
+from shardjax.embed.eviction import UNIT
 from shardjax.embed.exchange import embed_group, gather_rows, scatter_rows
 from shardjax.embed.groups import Group, plan_groups
 from shardjax.embed.jagged import Jagged, as_keys
@@ -27,8 +28,11 @@ from shardjax.embed.layout import Layout
 from shardjax.embed.mover import Mover
 from shardjax.embed.moves import SlabState, from_words, slab_spec, unpack_records
 from shardjax.embed.plan import Plan, PlanError, Planner, WindowBatch
+from shardjax.embed.policies import check_integer
+from shardjax.embed.records import hashes_of
 from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.storage import Storage
+from shardjax.embed.table_rows import TableRows
 from shardjax.embed.translate import owners_of
 
 EmbeddingState = tuple[SlabState, ...]
@@ -412,24 +416,56 @@ class EmbeddingCollection:
 
     def export(
         self, state: EmbeddingState, table: str, chunk: int = 65536
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """All rows of a table, a part at a time, in no particular order.
+    ) -> Iterator[TableRows]:
+        """All rows of a table with all that is known of them, a part at a time.
+
+        They come in no particular order. In memory are the keys, 8 bytes each, and one
+        part.
 
         Args:
           state: of the devices; no training while the iterator is used.
           table: its name.
-          chunk: rows at a time.
+          chunk: rows at a time, at most.
 
         Returns:
-          An iterator over (keys, uint64 [n]; rows, [n, dim]).
+          An iterator over `TableRows`.
 
         Raises:
           KeyError: for an unknown table.
+          TypeError, ValueError: for a chunk that is no positive integer.
+
+        Example:
+          >>> import shardjax as sj
+          >>> item = sj.embed.TableSpec("item", dim=2)
+          >>> collection = sj.embed.EmbeddingCollection(
+          ...     {"item_id": sj.embed.FeatureSpec(item)}, mesh=sj.make_mesh("1x1")
+          ... )
+          >>> values = np.array([[1.0, 2.0], [3.0, 4.0]])
+          >>> state = collection.load_rows(collection.init(), "item", [7, 9], values)
+          >>> [part] = collection.export(state, "item")
+          >>> sorted(zip(part.keys.tolist(), part.rows.tolist()))
+          [(7, [1.0, 2.0]), (9, [3.0, 4.0])]
         """
-        keys = self.keys(table)
-        for start in range(0, len(keys), chunk):
-            part = keys[start : start + chunk]
-            yield part, np.asarray(self.lookup_rows(state, table, part)["rows"])
+        check_integer("`chunk` of rows to export", chunk, 1)
+        g, entry = self._table(table)
+        return self._export(state, g, entry, chunk)
+
+    def _export(self, state, g: int, entry: TableState, chunk: int):
+        spec, tier = entry.table.spec, self.planner.tiers[g]
+        salted = self.planner.keys(g, entry)
+        salted = salted[np.argsort(hashes_of(salted))]  # as they lie on disk
+        for start in range(0, len(salted), chunk):
+            part = salted[start : start + chunk]
+            keys = part - entry.table.salt
+            read: Any = self.lookup_rows(state, spec.name, keys)
+            facts: dict[str, np.ndarray] = {}
+            if tier.residents.tracked:
+                owners = self._owners(g, entry.table.owner, part)
+                last_step, tallies = self.planner.facts(g, entry, part, owners)
+                facts = {"last_step": last_step, "uses": tallies}
+                if spec.show_click is not None:
+                    facts = {"last_step": last_step, "scores": tallies / UNIT}
+            yield TableRows(keys, read["rows"], read["row_state"], **facts)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """How many rows are where, as planned, by slab.

@@ -245,15 +245,13 @@ class DiskRows:
                 for _, facts in segment.facts(table):
                     yield facts
 
-    def evict(
-        self, table: int, cut: Cut
-    ) -> list[tuple[Segment, np.ndarray, np.ndarray]]:
+    def evict(self, table: int, cut: Cut) -> list[tuple[Segment, np.ndarray, Facts]]:
         """Takes the rows of a table off the disk that leave for good.
 
         They can be read with `Segment.read` until `let_go` is called for the segments.
 
         Returns:
-          Segments, numbers of their records (int64 [n]) and keys (uint64 [n]).
+          Segments, numbers of their records (int64 [n]) and what is known of them.
         """
         oldest = cut.oldest()
         found = []
@@ -266,7 +264,8 @@ class DiskRows:
                     if leaves.any():
                         segment.bury(numbers[leaves])
                         segment.readers += 1
-                        found.append((segment, numbers[leaves], facts[0][leaves]))
+                        own = facts[0][leaves], facts[1][leaves], facts[2][leaves]
+                        found.append((segment, numbers[leaves], own))
         return found
 
     def let_go(self, segments: Iterable[Segment]) -> None:

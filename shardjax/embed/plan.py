@@ -463,6 +463,13 @@ class Planner:
             where = state.index.lookup(salted).astype(np.int64)
             return self._as_applied(g, state, salted, where, owners)
 
+    def facts(self, g: int, state: TableState, salted: np.ndarray, owners: np.ndarray):
+        """What is known of rows that there are: see `Tier.facts`."""
+        with self._planning:
+            self._check_open()
+            where = state.index.lookup(salted).astype(np.int64)
+            return self.tiers[g].facts(state.number, salted, where, owners)
+
     def stats(self) -> dict[str, dict[str, int]]:
         """How many rows of each group are where; see `EmbeddingCollection.stats`."""
         with self._planning, self._state:

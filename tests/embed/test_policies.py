@@ -604,7 +604,7 @@ def test_rows_about_to_leave_are_read_by_all_until_they_are_gone(storage, tmp_pa
     assert found["found"].all() and found["rows"].any(1).all()
     plan = collection.plan({"item": keys}, 9, train=False)
     assert plan.counters["unseen"] == 0
-    exported = np.concatenate([k for k, _ in collection.export(state, "item")])
+    exported = np.concatenate([p.keys for p in collection.export(state, "item")])
     assert sorted(exported.tolist()) == keys.tolist()
     state, _ = train_on(collection, state, [20])
     assert len(collection.keys("item")) == 3
@@ -617,7 +617,7 @@ def test_rows_that_come_and_leave_in_plans_that_wait_are_not_there_yet():
     for key in range(1, 6):
         collection.plan({"item": np.array([key])}, 1, train=True)
     assert collection.keys("item").tolist() == [100]
-    assert [k.tolist() for k, _ in collection.export(state, "item")] == [[100]]
+    assert [p.keys.tolist() for p in collection.export(state, "item")] == [[100]]
     assert keys_of(collection) == 1
 
 

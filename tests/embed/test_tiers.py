@@ -472,9 +472,9 @@ def test_rows_are_loaded_and_exported(mesh, where, tmp_path):
         if x.ndim and len(x) == KEYS and x.dtype != bool:
             np.testing.assert_array_equal(x[: KEYS // 2], y[: KEYS // 2])
     exported = {}
-    for part, rows in run.collection.export(run.state.tables, "item", chunk=700):
-        assert len(part) <= 700
-        exported |= dict(zip(part.tolist(), rows, strict=True))
+    for part in run.collection.export(run.state.tables, "item", chunk=700):
+        assert len(part.keys) <= 700
+        exported |= dict(zip(part.keys.tolist(), part.rows, strict=True))
     np.testing.assert_array_equal([exported[int(k)] for k in keys], values)
     stats = run.collection.stats()["group0"]
     users = len(run.collection.keys("user"))
