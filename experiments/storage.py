@@ -24,6 +24,9 @@ class StorageConfig:
     """What the files there may take, such as 100GB."""
     map_bytes: str | None = None
     """How much of the files may be read as memory, faster; a tenth of host-bytes without."""
+    merge_rate: str | None = None
+    """Bytes per second that merging the files reads and writes at most, such as 100MB; as
+    fast as it can without."""
     keep: Literal["lfu", "lru"] = "lfu"
     """Rows that stay when others must come: the most often or the last used ones."""
 
@@ -35,7 +38,7 @@ class StorageConfig:
     def storage(self) -> embed.Storage | None:
         """For a collection."""
         if self.device_rows is None:
-            for name in ("host_bytes", "disk", "disk_bytes", "map_bytes"):
+            for name in ("host_bytes", "disk", "disk_bytes", "map_bytes", "merge_rate"):
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"`{name}` is for rows that are not on the devices, got"
@@ -48,6 +51,7 @@ class StorageConfig:
             disk=self.disk,
             disk_bytes=self.disk_bytes,
             map_bytes=self.map_bytes,
+            merge_rate=self.merge_rate,
             keep=self.keep,
         )
 

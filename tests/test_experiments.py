@@ -355,7 +355,9 @@ def test_rates_are_of_sums_and_absent_where_nothing_was_counted():
     assert tier_rates({"inserted": 3}, 4) == {}
 
 
-@pytest.mark.parametrize("option", ["host_bytes", "disk", "disk_bytes", "map_bytes"])
+@pytest.mark.parametrize(
+    "option", ["host_bytes", "disk", "disk_bytes", "map_bytes", "merge_rate"]
+)
 def test_a_storage_needs_device_rows(option):
     with pytest.raises(ValueError, match=f"`{option}` is for rows that are not on the"):
         ctr.from_anything({"storage": {option: "8GB"}})
@@ -377,6 +379,12 @@ def test_policies_reach_the_tables():
     assert result["planner/evicted_rows"] > 100
     gone = result["planner/inserted"] - result["planner/evicted_rows"]
     assert result["unique_keys"] == gone
+
+
+def test_the_rate_of_merging_reaches_the_disk(tmp_path):
+    values = {"device_rows": 9, "host_bytes": "1MB", "disk": str(tmp_path)}
+    config = ctr.from_anything({"storage": values | {"merge_rate": "2MB"}})
+    assert config.storage.storage().merge_rate == 2_000_000
 
 
 def test_two_ways_to_admit_keys_are_one_too_many():

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from shardjax.embed.eviction import Cut, Facts
-from shardjax.embed.merging import Part, merged_parts, sorted_parts
+from shardjax.embed.merging import PART_BYTES, Part, merged_parts, sorted_parts
+from shardjax.embed.rate import Rate
 from shardjax.embed.records import HEADER_WORDS, hashes_of, keys_of
 from shardjax.embed.segments import CorruptSegmentError, Found, Segment
 
@@ -79,6 +80,7 @@ class DiskBudget:
       map_bytes: of them, how many may be mapped: a file that is read as memory is read
         about three times as fast while the system has it in its cache, and what is
         there counts as memory of this process, which the system takes back at need.
+      merge_rate: that merging in the background keeps to; None for any.
     """
 
     def __init__(
@@ -86,10 +88,12 @@ class DiskBudget:
         folder: DiskFolder,
         most_bytes: int | None = None,
         map_bytes: int = 2 << 30,
+        merge_rate: Rate | None = None,
     ):
         self.folder = folder
         self.most_bytes = most_bytes
         self.map_bytes = map_bytes
+        self.merge_rate = merge_rate
         self.members: weakref.WeakSet[DiskRows] = weakref.WeakSet()
 
     def lacks(self, size: int) -> bool:
@@ -148,6 +152,7 @@ class DiskRows:
         self._readers = ThreadPoolExecutor(threads, "disk_rows_read")
         self._compactor = ThreadPoolExecutor(1, "disk_rows_compact")
         self._compacting: Future | None = None
+        self._hurry = threading.Event()  # somebody waits for the compaction
 
     def __len__(self) -> int:
         return sum(s.live for s in self.segments)
@@ -199,6 +204,7 @@ class DiskRows:
             self._replace([], segment)
         self._start_compaction()
         while self._compacting is not None and self.file_bytes > self._most_bytes:
+            self._hurry.set()
             wait([self._compacting])  # else dead records pile up
             self._start_compaction()
 
@@ -376,7 +382,17 @@ class DiskRows:
         with self._lock:
             chosen = self._choose()
         if chosen:
-            self._compacting = self._compactor.submit(self._compact, chosen)
+            self._hurry.clear()
+            spend = self._spend if self.budget.merge_rate is not None else None
+            self._compacting = self._compactor.submit(
+                self._compact, chosen, spend=spend
+            )
+
+    def _spend(self, size: int) -> None:
+        """Waits as the rate of merging asks for, unless somebody waits for the merge."""
+        rate = self.budget.merge_rate
+        if rate is not None and not self._hurry.is_set():
+            rate.spend(size, self._hurry.wait)
 
     def _choose(self) -> list[Segment]:
         """Segments to make one of: many dead records, or many small files."""
@@ -402,20 +418,26 @@ class DiskRows:
         return chosen
 
     def _compact(
-        self, chosen: list[Segment], change: Callable[[np.ndarray], None] | None = None
+        self,
+        chosen: list[Segment],
+        change: Callable[[np.ndarray], None] | None = None,
+        spend: Callable[[int], None] | None = None,
     ) -> None:
         """Makes one segment of what lives in some; in the background.
 
         Args:
           chosen: segments.
           change: of records, int32 [n, words], in place, on the way.
+          spend: told of the bytes that have been read or are about to be written.
         """
         with self._lock:
             before = [s.dead.copy() for s in chosen]
             count = sum(s.live for s in chosen)
         merged = None
         if count:
-            parts = merged_parts(chosen, before, change)
+            rate = self.budget.merge_rate
+            most = PART_BYTES if rate is None else min(PART_BYTES, rate.block_bytes)
+            parts = merged_parts(chosen, before, change, spend, most)
             merged = self._write(count, parts)
         with self._lock:
             if merged is not None:
@@ -451,12 +473,14 @@ class DiskRows:
 
     def wait(self) -> None:
         """Waits for a compaction that is under way."""
+        self._hurry.set()
         if self._compacting is not None:
             done, self._compacting = self._compacting, None
             done.result()
 
     def close(self) -> None:
         """Ends the threads and removes the files; twice does no harm."""
+        self._hurry.set()
         self._compactor.shutdown(wait=True)
         self._readers.shutdown(wait=True)
         for segment in self.segments + self._kept:

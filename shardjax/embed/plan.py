@@ -40,6 +40,7 @@ from shardjax.embed.jagged import Jagged
 from shardjax.embed.layout import GroupLayout, rung
 from shardjax.embed.moves import Fill, Move
 from shardjax.embed.policies import Eviction
+from shardjax.embed.rate import Rate
 from shardjax.embed.residents import resolve
 from shardjax.embed.routes import Routes
 from shardjax.embed.spec import FeatureSpec
@@ -159,7 +160,8 @@ class Planner:
                 self._folders[path] = DiskFolder(path)
             most = None if storage.disk_bytes is None else int(storage.disk_bytes)
             mapped = int(storage.map_bytes or 0)
-            budgets[storage] = DiskBudget(self._folders[path], most, mapped)
+            rate = None if storage.merge_rate is None else Rate(int(storage.merge_rate))
+            budgets[storage] = DiskBudget(self._folders[path], most, mapped, rate)
         return budgets[storage]
 
     def _size(self, train: bool, name: tuple, needed: int, smallest: int) -> int:

@@ -410,6 +410,11 @@ def test_a_full_disk_is_an_error_and_loses_no_row(tmp_path, monkeypatch):
         ({"host_bytes": 0}, "`host_bytes` must be positive, got 0"),
         ({"host_bytes": "8 apples"}, "`host_bytes` must be a number and a unit"),
         ({"host_bytes": -5}, "`host_bytes` must be positive, got -5"),
+        ({"merge_rate": 0}, "`merge_rate` must be positive, got 0"),
+        (
+            {"merge_rate": "9MB"},
+            "`merge_rate` is about the files in `disk`, got 9000000",
+        ),
     ],
 )
 def test_bad_budgets_are_refused(values, message):
