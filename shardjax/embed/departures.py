@@ -202,7 +202,7 @@ class Departures:
             assert self._host is not None
             self._host.headers["tally"][rows] = decayed(known["tally"], policy)
         if self._disk is not None:
-            self._disk.rewrite(table, lambda tallies: decayed(tallies, policy))
+            self._disk.change(table, lambda tallies: decayed(tallies, policy))
 
 
 def _facts(known: np.ndarray) -> Facts:

@@ -21,6 +21,7 @@ from shardjax.embed.segments import CorruptSegmentError, Found, Segment
 _log = logging.getLogger(__name__)
 _LOCK = "shardjax.lock"
 _PATTERN = "*.shardjax-rows"
+_MOST_CHANGES = 16  # of a segment, until it is written anew
 
 
 class DiskFolder:
@@ -285,18 +286,15 @@ class DiskRows:
             segment.delete()
         self._start_compaction()
 
-    def rewrite(self, table: int, change: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Changes the tallies, uint32 [n], of all rows of a table."""
-
-        def apply(records):
-            own = records[:, 2] == table
-            tallies = records[own, 4].view(np.uint32)
-            records[own, 4] = change(tallies).view(np.int32)
-
-        self.wait()
-        for segment in list(self.segments):
-            if any(len(numbers) for numbers, _ in segment.facts(table)):
-                self._compact([segment], apply)
+    def change(self, table: int, change: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Changes the tallies, uint32 [n], of all rows of a table; writes nothing."""
+        self._hurry.set()
+        if self._compacting is not None:
+            wait([self._compacting])  # it reads; what it has met is for the next `add`
+        with self._lock:
+            for segment in self.segments:
+                segment.changes.append((table, change))
+        self._start_compaction()
 
     def keys(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All keys and their tables, uint64 and int32 [n], a part at a time."""
@@ -395,10 +393,13 @@ class DiskRows:
             rate.spend(size, self._hurry.wait)
 
     def _choose(self) -> list[Segment]:
-        """Segments to make one of: many dead records, or many small files."""
+        """Segments to make one of: many changes, many dead records, or many small files."""
         empty = [s for s in self.segments if not s.live]
         if empty:
             return empty
+        behind = [s for s in self.segments if len(s.changes) >= _MOST_CHANGES]
+        if behind:
+            return self._upto_limit(behind)
         live, total = self.live_bytes, self.file_bytes
         by_waste = sorted(self.segments, key=lambda s: s.live / s.count)
         if total > 1.5 * live + self._merge_bytes // 8:
@@ -420,14 +421,12 @@ class DiskRows:
     def _compact(
         self,
         chosen: list[Segment],
-        change: Callable[[np.ndarray], None] | None = None,
         spend: Callable[[int], None] | None = None,
     ) -> None:
         """Makes one segment of what lives in some; in the background.
 
         Args:
           chosen: segments.
-          change: of records, int32 [n, words], in place, on the way.
           spend: told of the bytes that have been read or are about to be written.
         """
         with self._lock:
@@ -437,7 +436,7 @@ class DiskRows:
         if count:
             rate = self.budget.merge_rate
             most = PART_BYTES if rate is None else min(PART_BYTES, rate.block_bytes)
-            parts = merged_parts(chosen, before, change, spend, most)
+            parts = merged_parts(chosen, before, spend, most)
             merged = self._write(count, parts)
         with self._lock:
             if merged is not None:

@@ -34,7 +34,6 @@ def sorted_parts(keys, tables, last_step, tallies, rows) -> Iterator[Part]:
 def merged_parts(
     segments: Sequence[Segment],
     dead: Sequence[np.ndarray],
-    change: Callable[[np.ndarray], None] | None = None,
     spend: Callable[[int], None] | None = None,
     most_bytes: int = PART_BYTES,
 ) -> Iterator[Part]:
@@ -45,7 +44,6 @@ def merged_parts(
     Args:
       segments: to be merged.
       dead: of each, uint8, which records do not count.
-      change: of records, int32 [n, words], in place.
       spend: called with the bytes of each block that has been read, and of each part.
       most_bytes: of a part.
 
@@ -76,8 +74,7 @@ def merged_parts(
         hashes = np.concatenate([x for x, _ in taken])
         order = np.argsort(hashes, kind="stable")
         records = np.concatenate([x for _, x in taken])[order]
-        if change is not None:
-            change(records)
+        if any(s.changes for s in segments):
             seal(records)
         if spend is not None:
             spend(records.nbytes)

@@ -287,6 +287,29 @@ def test_compaction_notices_a_changed_record_and_says_so_next_time(disk):
         disk.wait()
 
 
+def test_changes_of_tallies_are_made_when_records_are_read(disk):
+    """And written to the files with the next merge, after 16 at the latest."""
+    tables = (np.arange(300) % 2).astype(np.int32)
+    keys = u64(range(300))
+    add(disk, range(300), tables)
+    before = disk.read(keys, tables).tallies.astype(np.int64)
+    for n in range(1, 16):
+        disk.change(0, lambda tallies: tallies // np.uint32(2))
+        expected = np.where(tables == 0, before >> n, before)
+        np.testing.assert_array_equal(disk.read(keys, tables).tallies, expected)
+        assert disk.compactions == 0
+        for table in (0, 1):
+            [(numbers, tallies)] = [(k, t) for k, _, t in disk.facts(table)]
+            np.testing.assert_array_equal(tallies, expected[numbers.astype(int)])
+    disk.change(1, lambda tallies: tallies - np.uint32(1))
+    disk.wait()
+    assert disk.compactions == 1 and not disk.segments[0].changes
+    expected = np.where(tables == 0, before >> 15, before - 1)
+    found = disk.take(keys, tables)
+    np.testing.assert_array_equal(found.tallies, expected)
+    np.testing.assert_array_equal(found.rows, row_of(keys, tables, 0)[2])
+
+
 class Clock:
     """Time that passes while somebody sleeps."""
 
