@@ -27,7 +27,7 @@ from shardjax.embed.jagged import Jagged, as_keys
 from shardjax.embed.layout import Layout
 from shardjax.embed.mover import Mover
 from shardjax.embed.moves import SlabState, from_words, slab_spec, unpack_records
-from shardjax.embed.plan import Plan, PlanError, Planner, WindowBatch
+from shardjax.embed.plan import Plan, PlanError, Planner, WaitingPlan, WindowBatch
 from shardjax.embed.policies import check_integer
 from shardjax.embed.records import hashes_of
 from shardjax.embed.spec import FeatureSpec
@@ -218,23 +218,44 @@ class EmbeddingCollection:
           The state with which the plan's step can run.
 
         Raises:
-          RuntimeError: for a plan that has been applied, or that is older than one.
+          RuntimeError: for a plan that has been applied, or that is older than one; or if
+            an `on_evict` raises an error. The state and the plan are as before then.
         """
+        plans = self.planner.waiting_upto(plan)
+        self._hand_over(state, plans)
         slabs = list(state)
-        with self.planner.moving(plan) as moves:
-            for g, used in enumerate(plan.slots_used):
-                slots = self.slots(state, g)
-                if used.max() > slots:
-                    while slots < used.max():
-                        slots *= 2
-                    slabs[g] = self._mover.grow(g, slabs[g], slots)
-            departed = []
-            for move in moves:
-                slabs[move.group], gathered = self._mover.move(slabs[move.group], move)
-                departed.append(gathered)
-        for move, gathered in zip(moves, departed, strict=True):
-            self._mover.deliver(move, gathered, self.planner.read_evicted)
+        with self.planner.moving(plans):
+            for waiting in plans:
+                self._move(slabs, waiting)
         return tuple(slabs)
+
+    def _move(self, slabs: list[SlabState], plan: WaitingPlan) -> None:
+        """Carries out the moves of a plan."""
+        for g, used in enumerate(plan.slots_used):
+            owners = 1 if self.groups[g].replicated else self.devices
+            slots = known = slabs[g].rows.shape[0] // owners
+            while slots < used.max():
+                slots *= 2
+            if slots > known:
+                slabs[g] = self._mover.grow(g, slabs[g], slots)
+        for move in plan.moves:
+            slabs[move.group] = self._mover.move(slabs[move.group], move)
+
+    def _hand_over(self, state: EmbeddingState, plans: Sequence[WaitingPlan]) -> None:
+        """Gives rows that leave for good to `on_evict`, before anything has changed."""
+        wanted = [any(self._mover.wants(m) for m in p.moves) for p in plans]
+        if not any(wanted):
+            return
+        last = len(plans) - 1 - wanted[::-1].index(True)
+        slabs = list(state)
+        if last:  # they leave from where plans that nobody steps on bring them
+            slabs = jax.tree.map(jnp.copy, slabs)
+        for n, plan in enumerate(plans[: last + 1]):
+            for move in plan.moves:
+                slab = slabs[move.group]
+                self._mover.hand_over(slab, move, self.planner.read_evicted)
+            if n < last:
+                self._move(slabs, plan)
 
     def gather_rows(
         self, state: EmbeddingState, arrays: dict[str, jax.Array]
@@ -336,6 +357,9 @@ class EmbeddingCollection:
             the rows before are in the state that was given.
           TypeError, ValueError: for keys that are not integers or not unique, or another
             shape of values.
+          RuntimeError: while batches that have been prepared wait for their steps: they
+            are planned without these rows. So call it between two loops over a loader,
+            not in a hook. Also if an `on_evict` raises an error.
 
         Example:
           >>> import shardjax as sj
@@ -361,31 +385,43 @@ class EmbeddingCollection:
             raise ValueError(
                 f"keys of rows to load into table {table!r} must be unique"
             )
-        self._check_loadable(g, entry, keys)
-        # few enough to lie on one device
-        chunk = min(self.planner.tiers[g].residents.capacity or 65536, 65536)
-        for start in range(0, len(keys), chunk):
-            part = keys[start : start + chunk]
-            nothing = Jagged(np.zeros(0, np.uint64), np.zeros(len(part), np.int32))
-            batch: dict[str, Any] = dict.fromkeys(self.features, nothing)
-            reader = entry.table.features[0]
-            batch[reader] = Jagged(part, np.ones(len(part), np.int32))
-            clicks = np.ones(len(part))
-            plan = self.planner.plan(batch, len(part), clicks, train=True, admit=True)
-            self.planner.forget_sizes()
-            state = self.apply_fills(state, plan)
-            salted = part + entry.table.salt
-            owners = self._owners(g, entry.table.owner, salted)
-            slots, _, _ = self.planner.find(g, entry, salted, owners)
-            at = owners.astype(np.int64) * self.slots(state, g) + slots
-            at[slots < 0] = np.iinfo(np.int32).max
-            rows = jnp.asarray(values[start : start + chunk], group.dtype)
-            slabs = list(state)
-            sharding = jax.NamedSharding(self.mesh, self.spec(group))
-            written = _set_rows(slabs[g].rows, at.astype(np.int32), rows, sharding)
-            slabs[g] = SlabState(written, slabs[g].row_state, slabs[g].shared)
-            state = tuple(slabs)
+        with self.planner.loading():
+            self._check_loadable(g, entry, keys)
+            # few enough to lie on one device
+            chunk = min(self.planner.tiers[g].residents.capacity or 65536, 65536)
+            for start in range(0, len(keys), chunk):
+                own = slice(start, start + chunk)
+                state = self._load(state, g, entry, keys[own], values[own])
         return state
+
+    def _load(
+        self,
+        state: EmbeddingState,
+        g: int,
+        entry: TableState,
+        keys: np.ndarray,
+        values: np.ndarray,
+    ) -> EmbeddingState:
+        """Writes rows that lie on the devices together."""
+        group = self.groups[g]
+        nothing = Jagged(np.zeros(0, np.uint64), np.zeros(len(keys), np.int32))
+        batch: dict[str, Any] = dict.fromkeys(self.features, nothing)
+        batch[entry.table.features[0]] = Jagged(keys, np.ones(len(keys), np.int32))
+        clicks = np.ones(len(keys))
+        plan = self.planner.plan(batch, len(keys), clicks, train=True, admit=True)
+        self.planner.forget_sizes()
+        state = self.apply_fills(state, plan)
+        salted = keys + entry.table.salt
+        owners = self._owners(g, entry.table.owner, salted)
+        slots, _, _ = self.planner.find(g, entry, salted, owners)
+        at = owners.astype(np.int64) * self.slots(state, g) + slots
+        at[slots < 0] = np.iinfo(np.int32).max
+        rows = jnp.asarray(values, group.dtype)
+        slabs = list(state)
+        sharding = jax.NamedSharding(self.mesh, self.spec(group))
+        written = _set_rows(slabs[g].rows, at.astype(np.int32), rows, sharding)
+        slabs[g] = SlabState(written, slabs[g].row_state, slabs[g].shared)
+        return tuple(slabs)
 
     def _check_loadable(self, g: int, entry: TableState, keys: np.ndarray) -> None:
         """Raises for keys that could not get a row."""
