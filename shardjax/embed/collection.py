@@ -152,6 +152,7 @@ class EmbeddingCollection:
 
     def slots(self, state: EmbeddingState, group: int) -> int:
         """Slots per device that a group's slab has at present."""
+        self._check_state(state)
         owners = 1 if self.groups[group].replicated else self.devices
         return state[group].rows.shape[0] // owners
 
@@ -221,6 +222,7 @@ class EmbeddingCollection:
           RuntimeError: for a plan that has been applied, or that is older than one; or if
             an `on_evict` raises an error. The state and the plan are as before then.
         """
+        self._check_state(state)
         plans = self.planner.waiting_upto(plan)
         self._hand_over(state, plans)
         slabs = list(state)
@@ -355,8 +357,8 @@ class EmbeddingCollection:
           KeyError: for an unknown table.
           PlanError: for keys outside a fixed vocabulary, or more than the table holds;
             the rows before are in the state that was given.
-          TypeError, ValueError: for keys that are not integers or not unique, or another
-            shape of values.
+          TypeError, ValueError: for keys that are not integers or not unique, another
+            shape of values or another kind of state.
           RuntimeError: while batches that have been prepared wait for their steps: they
             are planned without these rows. So call it between two loops over a loader,
             not in a hook. Also if an `on_evict` raises an error.
@@ -372,6 +374,7 @@ class EmbeddingCollection:
           >>> collection.lookup_rows(state, "item", np.array([9]))["rows"].tolist()
           [[3.0, 4.0]]
         """
+        self._check_state(state)
         g, entry = self._table(table)
         group = self.groups[g]
         keys = as_keys(np.asarray(keys), table)
@@ -468,7 +471,8 @@ class EmbeddingCollection:
 
         Raises:
           KeyError: for an unknown table.
-          TypeError, ValueError: for a chunk that is no positive integer.
+          TypeError, ValueError: for a chunk that is no positive integer, or another kind of
+            state.
 
         Example:
           >>> import shardjax as sj
@@ -482,6 +486,7 @@ class EmbeddingCollection:
           >>> sorted(zip(part.keys.tolist(), part.rows.tolist()))
           [(7, [1.0, 2.0]), (9, [3.0, 4.0])]
         """
+        self._check_state(state)
         check_integer("`chunk` of rows to export", chunk, 1)
         g, entry = self._table(table)
         return self._export(state, g, entry, chunk)
@@ -570,8 +575,9 @@ class EmbeddingCollection:
 
         Raises:
           KeyError: for an unknown table.
-          TypeError: for keys that are not integers.
+          TypeError: for keys that are not integers, or another kind of state.
         """
+        self._check_state(state)
         g, entry = self._table(table)
         salted = as_keys(keys, table) + entry.table.salt
         owners = self._owners(g, entry.table.owner, salted)
@@ -599,6 +605,16 @@ class EmbeddingCollection:
             ],
             "found": found,
         }
+
+    def _check_state(self, state: EmbeddingState) -> None:
+        """Raises for something else than the slabs of the tables."""
+        if not isinstance(state, tuple) or len(state) != len(self.groups):
+            kind = type(state).__name__
+            raise TypeError(
+                f"`state` must be the state of the tables, a tuple of {len(self.groups)}"
+                f" SlabState as `init` returns it, got a {kind}. Of a TrainState, give"
+                " `state.tables`"
+            )
 
     def _owners(self, g: int, single: int, salted: np.ndarray) -> np.ndarray:
         """The owner device of each of some keys of a table."""

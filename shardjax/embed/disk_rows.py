@@ -31,7 +31,8 @@ class DiskFolder:
     other rows: those of a process that has ended are removed.
 
     Raises:
-      OSError: if the folder cannot be written to, or another process uses it.
+      OSError: if the folder cannot be written to, or is in use, by another process or by
+        this one.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -51,6 +52,12 @@ class DiskFolder:
         except OSError as error:
             owner = os.pread(self._lock, 32, 0).decode().strip() or "unknown"
             os.close(self._lock)
+            if owner == str(os.getpid()):
+                raise BlockingIOError(
+                    f"the folder {str(path)!r} of the disk tier is in use by this very"
+                    " process: an EmbeddingCollection that has not been closed has it."
+                    " Call its `close` first, or give each a folder of its own"
+                ) from error
             raise BlockingIOError(
                 f"the folder {str(path)!r} of the disk tier is in use by process {owner}."
                 " Give each process a folder of its own"

@@ -445,7 +445,7 @@ def test_a_folder_that_nobody_closed_is_free_again(tmp_path):
     DiskFolder(tmp_path)
     for _ in range(2):
         again = DiskFolder(tmp_path)
-        with pytest.raises(BlockingIOError, match="in use by process"):
+        with pytest.raises(BlockingIOError, match="in use by this very process: an"):
             DiskFolder(tmp_path)
         again.close()
 
