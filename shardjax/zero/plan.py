@@ -177,6 +177,7 @@ def plan_zero(
         raise ValueError(
             f"`axes` must name axes of the mesh, {mesh.axis_names}, got {axes}"
         )
+    abstract_params = jax.eval_shape(lambda tree: tree, abstract_params)
     named = [
         (leaf_path(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params)
