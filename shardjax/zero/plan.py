@@ -37,6 +37,7 @@ from shardjax.partition import (
     check_specs,
     entry_axes,
     leaf_path,
+    make_spec,
     match_specs,
 )
 from shardjax.precision import Precision
@@ -243,15 +244,13 @@ class _Chooser:
         )
         dim, reason = self._choose(shape, dtype, entries, asked, in_block)
         trained = jnp.issubdtype(dtype, jnp.floating)
-        tensor = PartitionSpec(
-            *[None if d in asked else e for d, e in enumerate(entries)]
-        )
+        tensor = make_spec(None if d in asked else e for d, e in enumerate(entries))
         if dim is None:
             return LeafPlan(
                 path, shape, dtype, tensor, tensor, None, False, trained, reason
             )
         entries[dim] = self.axes[0] if len(self.axes) == 1 else self.axes
-        split = PartitionSpec(*entries)
+        split = make_spec(entries)
         part = PartSpec(
             dim - len(shape),
             self.axes,
