@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 from shardjax.precision import LossScale, all_finite, init_scale, next_scale
 from shardjax.zero.gradients import Loss, make_gradients
 from shardjax.zero.opt_state import trained_only
-from shardjax.zero.plan import LeafPlan, ZeroPlan
+from shardjax.zero.plan import ZeroPlan
 
 
 @jax.tree_util.register_dataclass
@@ -56,6 +56,28 @@ def state_shardings(plan: ZeroPlan) -> ZeroState:
     )
 
 
+def abstract_state(plan: ZeroPlan) -> ZeroState:
+    """Shapes, dtypes and shardings of the state, to compile a step for without any data.
+
+    Example:
+      >>> import numpy as np, shardjax as sj
+      >>> from shardjax import zero
+      >>> params, tx = {"w": np.ones((8, 2), np.float32)}, optax.adam(1e-3)
+      >>> plan = zero.plan_zero(params, tx, sj.make_mesh("1x1"), 2)
+      >>> zero.abstract_state(plan).params["w"].shape
+      (8, 2)
+    """
+    params = plan.tree(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in plan.leaves)
+    scale = jax.eval_shape(lambda: init_scale(plan.precision.scaling))
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    shapes = ZeroState(step, params, plan.abstract_opt_state, scale)
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        state_shardings(plan),
+    )
+
+
 def init_state(
     params: PyTree, tx: optax.GradientTransformation, plan: ZeroPlan
 ) -> ZeroState:
@@ -74,7 +96,7 @@ def init_state(
       ValueError: if the parameters are not those of the plan.
     """
     make = params if callable(params) else None
-    abstract = jax.eval_shape(make) if make else params
+    abstract = jax.eval_shape(make or (lambda: params))
     _check_params(plan, abstract)
 
     def init(params):
@@ -189,9 +211,9 @@ def apply_update(
       params: between steps.
 
     Returns:
-      The new parameters and state of the optimizer.
+      The new parameters and state of the optimizer, where they lie between steps.
     """
-    split = constrain(plan, params)
+    split = _place(plan, params, [leaf.split_spec for leaf in plan.leaves])
     mine = trained_only(plan.leaves, split)
     updates, opt_state = tx.update(grads, opt_state, mine)
     moved = optax.apply_updates(mine, updates)
@@ -201,16 +223,36 @@ def apply_update(
         m if leaf.trained else x
         for leaf, m, x in zip(plan.leaves, flat, old, strict=True)
     )
-    return constrain(plan, new), opt_state
+    split = _place(plan, new, [leaf.split_spec for leaf in plan.leaves])
+    params = _place(plan, split, [leaf.spec for leaf in plan.leaves])
+    return params, jax.tree.map(partial(_constrain, plan), opt_state, plan.opt_specs)
 
 
-def constrain(plan: ZeroPlan, params: PyTree) -> PyTree:
-    """Parameters, each device with the parts that it updates."""
+def _place(plan: ZeroPlan, params: PyTree, specs) -> PyTree:
+    """Parameters as these specs say; what is not trained as it is."""
+    return plan.tree(
+        _constrain(plan, x, spec) if leaf.trained else x
+        for leaf, x, spec in zip(
+            plan.leaves, jax.tree.leaves(params), specs, strict=True
+        )
+    )
 
-    def one(leaf: LeafPlan, x):
-        if not leaf.trained:
-            return x
-        sharding = jax.NamedSharding(plan.mesh, leaf.split_spec)
-        return jax.lax.with_sharding_constraint(x, sharding)
 
-    return plan.tree(map(one, plan.leaves, jax.tree.leaves(params)))
+def _constrain(plan: ZeroPlan, x, spec):
+    return jax.lax.with_sharding_constraint(x, jax.NamedSharding(plan.mesh, spec))
+
+
+def check_placed(plan: ZeroPlan, params: PyTree) -> None:
+    """Refuses parameters that do not lie as a plan says.
+
+    Raises:
+      ValueError: naming the first that does not.
+    """
+    for leaf, x in zip(plan.leaves, jax.tree.leaves(params), strict=True):
+        wanted = jax.NamedSharding(plan.mesh, leaf.spec)
+        if not x.sharding.is_equivalent_to(wanted, x.ndim):
+            raise ValueError(
+                f"the parameter {leaf.path} must lie as the plan of the step says,"
+                f" {wanted.spec} on {plan.mesh.shape}, got {x.sharding}. Make the state and"
+                " the step with the same plan"
+            )
