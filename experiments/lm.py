@@ -286,7 +286,7 @@ class Run:
         flops = self.model.flops_per_token(self.config.seq_len) * tokens_per_s
         device = self.mesh.devices.flat[0]
         if device.platform == "cpu":  # all simulated devices share its cores
-            peak, devices = profiling.measure_peak_flops(1024, repeats=3), 1
+            peak, devices = profiling.measure_peak_flops(512), 1
         else:
             peak, devices = profiling.peak_flops(device.device_kind), self.mesh.size
         return round(profiling.mfu(flops, 1.0, devices, peak), 4)
