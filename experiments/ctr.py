@@ -144,7 +144,7 @@ def main(config: Config) -> dict[str, Any]:
         config.batch_size,
         shuffle_seed=config.data.shuffle_seed,
         map=lambda many: train.prepare_window(collection, map(checked, many)),
-        window=1 if config.storage.device_rows is None else config.storage.lookahead,
+        window=config.storage.window,
         meanwhile=pace.look,
     )
     result: dict[str, Any] = {

@@ -1,9 +1,26 @@
 """Options of a program about where rows lie, who gets one and who has to leave."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from shardjax import embed
+
+
+def refuse_idle(config: Any, names: tuple[str, ...], needed: str) -> None:
+    """Raises for an option that has no effect without another one.
+
+    Args:
+      config: that has them.
+      names: of the options, None unless given.
+      needed: what they have an effect with.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is not None:
+            raise ValueError(
+                f"`{name}` has no effect without {needed}, got {value!r}. Give {needed} as"
+                f" well, or leave `{name}` out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,9 +30,9 @@ class StorageConfig:
     device_rows: int | None = None
     """Rows on all devices together, per slab; the others lie in RAM. Without it, all rows
     lie on the devices."""
-    lookahead: int = 8
+    lookahead: int | None = None
     """Batches whose rows are brought to the devices together, planned while those before
-    them are trained on."""
+    them are trained on; 8 without."""
     host_bytes: str | None = None
     """RAM for the other rows, such as 8GB; rows beyond go to --storage.disk."""
     disk: str | None = None
@@ -24,23 +41,31 @@ class StorageConfig:
     """What the files there may take, such as 100GB."""
     map_bytes: str | None = None
     """How much of the files may be read as memory, faster; a tenth of host-bytes without."""
-    keep: Literal["lfu", "lru"] = "lfu"
-    """Rows that stay when others must come: the most often or the last used ones."""
+    merge_rate: str | None = None
+    """Bytes per second that merging the files reads and writes at most, such as 100MB; as
+    fast as it can without."""
+    keep: Literal["lfu", "lru"] | None = None
+    """Rows that stay when others must come: the most often (lfu, also without it) or the last
+    used ones."""
 
     def __post_init__(self):
-        if self.lookahead < 1:
+        if self.lookahead is not None and self.lookahead < 1:
             raise ValueError(f"`lookahead` must be positive, got {self.lookahead}")
         self.storage()
+
+    @property
+    def window(self) -> int:
+        """How many batches to plan together."""
+        if self.device_rows is None:
+            return 1
+        return 8 if self.lookahead is None else self.lookahead
 
     def storage(self) -> embed.Storage | None:
         """For a collection."""
         if self.device_rows is None:
-            for name in ("host_bytes", "disk", "disk_bytes", "map_bytes"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"`{name}` is for rows that are not on the devices, got"
-                        f" {getattr(self, name)!r} and no `device_rows`"
-                    )
+            about_files = ("disk", "disk_bytes", "map_bytes", "merge_rate")
+            names = ("lookahead", "host_bytes", *about_files, "keep")
+            refuse_idle(self, names, "`device_rows`")
             return None
         return embed.Storage(
             device_rows=self.device_rows,
@@ -48,7 +73,8 @@ class StorageConfig:
             disk=self.disk,
             disk_bytes=self.disk_bytes,
             map_bytes=self.map_bytes,
-            keep=self.keep,
+            merge_rate=self.merge_rate,
+            keep=self.keep or "lfu",
         )
 
 
@@ -61,8 +87,8 @@ class AdmitConfig:
     false_positive_rate: float | None = None
     """Count occurrences in a Bloom filter that gives at most this share of keys a row
     early; without it, exactly."""
-    most_keys: int = 10_000_000
-    """Keys without a row whose occurrences are counted at a time."""
+    most_keys: int | None = None
+    """Keys without a row whose occurrences are counted at a time; 10000000 without."""
     probability: float = 1.0
     """Chance of a row with each occurrence of a key that has none."""
 
@@ -77,9 +103,10 @@ class AdmitConfig:
                 f" {self.min_count} and {self.probability}. Give one of them"
             )
         if self.min_count != 1:
-            return embed.MinCount(
-                self.min_count, self.most_keys, self.false_positive_rate
-            )
+            most = 10_000_000 if self.most_keys is None else self.most_keys
+            return embed.MinCount(self.min_count, most, self.false_positive_rate)
+        needed = "a `min_count` of 2 or more"
+        refuse_idle(self, ("false_positive_rate", "most_keys"), needed)
         return embed.Probability(self.probability)
 
 
@@ -95,10 +122,10 @@ class EvictConfig:
     """Of more rows per table than this, those that the fewest steps have used."""
     show_click: float | None = None
     """Rows whose decayed score of shows and clicks is below this."""
-    decay: float = 0.98
-    """What scores of shows and clicks are multiplied by each time."""
-    every: int = 1000
-    """Steps from one look for such rows to the next."""
+    decay: float | None = None
+    """What scores of shows and clicks are multiplied by each time; 0.98 without."""
+    every: int | None = None
+    """Steps from one look for such rows to the next; 1000 without."""
 
     def __post_init__(self):
         self.policies()
@@ -106,13 +133,19 @@ class EvictConfig:
     def policies(self) -> tuple[embed.Eviction, ...]:
         """For a table."""
         found: list[embed.Eviction] = []
+        every = 1000 if self.every is None else self.every
         if self.ttl is not None:
-            found.append(embed.TTL(self.ttl, self.every))
+            found.append(embed.TTL(self.ttl, every))
         if self.show_click is not None:
-            policy = embed.ShowClick(self.decay, self.show_click, every=self.every)
-            found.append(policy)
+            decay = 0.98 if self.decay is None else self.decay
+            found.append(embed.ShowClick(decay, self.show_click, every=every))
+        else:
+            refuse_idle(self, ("decay",), "`show_click`")
         if self.lru is not None:
-            found.append(embed.LRU(self.lru, self.every))
+            found.append(embed.LRU(self.lru, every))
         if self.lfu is not None:
-            found.append(embed.LFU(self.lfu, self.every))
+            found.append(embed.LFU(self.lfu, every))
+        if not found:
+            needed = "one of `ttl`, `lru`, `lfu` and `show_click`"
+            refuse_idle(self, ("every",), needed)
         return tuple(found)

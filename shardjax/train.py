@@ -69,7 +69,14 @@ def prepare(
 
     Raises:
       PlanError, ValueError, TypeError: see `shardjax.embed.plan.Planner.plan`.
+      TypeError: for several batches.
     """
+    if not hasattr(batch, "labels"):
+        raise TypeError(
+            f"`prepare` takes one batch, got a {type(batch).__name__}. A Loader with"
+            " `window=` gives lists of batches: let its `map` call `prepare_window`, or"
+            " leave `window` out"
+        )
     size = len(batch.labels)
     plan = collection.plan(_features(batch), size, _clicks(batch), train=train)
     return _send(collection, batch, plan, groups)
@@ -94,8 +101,20 @@ def prepare_window(
 
     Raises:
       PlanError, ValueError, TypeError: see `shardjax.embed.plan.Planner.plan_window`.
+      TypeError: for a single batch, at once.
     """
-    batches = list(batches)
+    if hasattr(batches, "labels"):
+        raise TypeError(
+            f"`prepare_window` takes a list of batches, got one {type(batches).__name__}."
+            " Give the Loader `window=`, how many batches a list has, or let its `map` call"
+            " `prepare`"
+        )
+    return _prepare_window(collection, list(batches))
+
+
+def _prepare_window(
+    collection: EmbeddingCollection, batches: list[Any]
+) -> Iterator[PreparedBatch]:
     plans = collection.plan_window(
         [(_features(b), len(b.labels), _clicks(b)) for b in batches]
     )

@@ -24,6 +24,17 @@ install_import_hook(["shardjax.models"], "beartype.beartype")
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("suite")
 
+
+def pytest_addoption(parser):
+    """What a run can ask for that the usual one leaves out."""
+    parser.addoption(
+        "--all-lengths",
+        action="store_true",
+        help="tests/embed/test_tiers_at_length.py: every mesh with every optimizer and"
+        " look-ahead, not half of them",
+    )
+
+
 MESHES = ("1x1", "8x1", "1x8", "4x2", "2x4")
 
 

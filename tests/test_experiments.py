@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -355,10 +356,49 @@ def test_rates_are_of_sums_and_absent_where_nothing_was_counted():
     assert tier_rates({"inserted": 3}, 4) == {}
 
 
-@pytest.mark.parametrize("option", ["host_bytes", "disk", "disk_bytes", "map_bytes"])
-def test_a_storage_needs_device_rows(option):
-    with pytest.raises(ValueError, match=f"`{option}` is for rows that are not on the"):
-        ctr.from_anything({"storage": {option: "8GB"}})
+@pytest.mark.parametrize(
+    ("values", "needed"),
+    [
+        ({"storage": {"host_bytes": "8GB"}}, "`device_rows`"),
+        ({"storage": {"disk": "rows"}}, "`device_rows`"),
+        ({"storage": {"disk_bytes": "8GB"}}, "`device_rows`"),
+        ({"storage": {"map_bytes": "8GB"}}, "`device_rows`"),
+        ({"storage": {"merge_rate": "8MB"}}, "`device_rows`"),
+        ({"storage": {"lookahead": 8}}, "`device_rows`"),
+        ({"storage": {"keep": "lfu"}}, "`device_rows`"),
+        ({"admit": {"most_keys": 10_000_000}}, "a `min_count` of 2 or more"),
+        ({"admit": {"false_positive_rate": 0.1}}, "a `min_count` of 2 or more"),
+        (
+            {"admit": {"probability": 0.5, "most_keys": 5}},
+            "a `min_count` of 2 or more",
+        ),
+        (
+            {"evict": {"every": 1000}},
+            "one of `ttl`, `lru`, `lfu` and `show_click`",
+        ),
+        ({"evict": {"decay": 0.98}}, "`show_click`"),
+        ({"evict": {"decay": 0.5, "ttl": 9}}, "`show_click`"),
+    ],
+)
+def test_an_option_without_effect_says_what_it_needs(values, needed):
+    [options] = values.values()
+    name = next(k for k in options if k not in ("probability", "ttl"))
+    message = re.escape(
+        f"`{name}` has no effect without {needed}, got {options[name]!r}."
+    )
+    with pytest.raises(ValueError, match=message):
+        ctr.from_anything(values)
+
+
+def test_options_that_are_left_out_have_their_defaults():
+    plain = ctr.from_anything({})
+    assert plain.storage.window == 1 and plain.storage.storage() is None
+    storage = ctr.from_anything({"storage": {"device_rows": 9}}).storage
+    assert storage.window == 8 and storage.storage() == embed.Storage(9)
+    evict = ctr.from_anything({"evict": {"ttl": 9, "show_click": 0.8}}).evict
+    assert evict.policies() == (embed.TTL(9), embed.ShowClick(every=1000))
+    admit = ctr.from_anything({"admit": {"min_count": 2}}).admit
+    assert admit.policy() == embed.MinCount(2)
 
 
 def test_policies_reach_the_tables():
@@ -377,6 +417,12 @@ def test_policies_reach_the_tables():
     assert result["planner/evicted_rows"] > 100
     gone = result["planner/inserted"] - result["planner/evicted_rows"]
     assert result["unique_keys"] == gone
+
+
+def test_the_rate_of_merging_reaches_the_disk(tmp_path):
+    values = {"device_rows": 9, "host_bytes": "1MB", "disk": str(tmp_path)}
+    config = ctr.from_anything({"storage": values | {"merge_rate": "2MB"}})
+    assert config.storage.storage().merge_rate == 2_000_000
 
 
 def test_two_ways_to_admit_keys_are_one_too_many():

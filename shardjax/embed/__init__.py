@@ -1,5 +1,35 @@
-"""Embedding tables partitioned over a mesh. House dims of the shapes in docstrings:
-batch, examples (of one device), values (ids), rows (unique), slots, dim, devices."""
+"""Embedding tables partitioned over a mesh.
+
+What there is, by the order in which one needs it:
+
+Say what is embedded
+    TableSpec        a table: dim, optimizer, capacity or vocabulary, who gets a row
+    FeatureSpec      a feature that reads a table: combiner, padding, bad ids
+    Jagged, as_keys  bags of keys; any integers as uint64 keys
+    uniform, zeros   initializers of rows
+    rowwise_adagrad  a row optimizer; others come from optax (RowOptimizerError: not this one)
+
+Who gets a row (`admit` of a table)
+    Always, MinCount, Probability        (Admission: any of them)
+Who leaves for good (`evict` of a table)
+    Never, TTL, LRU, LFU, ShowClick      (Eviction: any of them)
+
+Where rows lie
+    Storage          rows on the devices, in RAM and on disk
+
+Use it
+    EmbeddingCollection   tables and features over a mesh: plan, load_rows, lookup_rows,
+                          export, keys, stats, shrink, close
+    EmbeddingState        what the devices hold, a SlabState per slab
+    TableRows             rows on the host, as `export` gives them
+    Plan, PlanError       a batch made ready; why one could not be
+    Sequence              what a model gets of a feature with combiner "none"
+    split_features, sequence_masks    blocks of vectors to features, in a step of your own
+    Index                 keys to numbers, 64 bits, in the order in which they are first met
+
+House dims of the shapes in docstrings: batch, examples (of one device), values (ids), rows
+(unique), slots, dim, devices.
+"""
 
 from shardjax.embed.collection import (
     EmbeddingCollection as EmbeddingCollection,
@@ -37,3 +67,4 @@ from shardjax.embed.spec import (
     zeros as zeros,
 )
 from shardjax.embed.storage import Storage as Storage
+from shardjax.embed.table_rows import TableRows as TableRows

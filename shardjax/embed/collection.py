@@ -20,15 +20,19 @@ import numpy as np
 
 from shardjax.embed import exchange
 from shardjax.embed.draft import TableState
+from shardjax.embed.eviction import UNIT
 from shardjax.embed.exchange import embed_group, gather_rows, scatter_rows
 from shardjax.embed.groups import Group, plan_groups
 from shardjax.embed.jagged import Jagged, as_keys
 from shardjax.embed.layout import Layout
 from shardjax.embed.mover import Mover
 from shardjax.embed.moves import SlabState, from_words, slab_spec, unpack_records
-from shardjax.embed.plan import Plan, PlanError, Planner, WindowBatch
+from shardjax.embed.plan import Plan, PlanError, Planner, WaitingPlan, WindowBatch
+from shardjax.embed.policies import check_integer
+from shardjax.embed.records import hashes_of
 from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.storage import Storage
+from shardjax.embed.table_rows import TableRows
 from shardjax.embed.translate import owners_of
 
 EmbeddingState = tuple[SlabState, ...]
@@ -148,6 +152,7 @@ class EmbeddingCollection:
 
     def slots(self, state: EmbeddingState, group: int) -> int:
         """Slots per device that a group's slab has at present."""
+        self._check_state(state)
         owners = 1 if self.groups[group].replicated else self.devices
         return state[group].rows.shape[0] // owners
 
@@ -214,23 +219,45 @@ class EmbeddingCollection:
           The state with which the plan's step can run.
 
         Raises:
-          RuntimeError: for a plan that has been applied, or that is older than one.
+          RuntimeError: for a plan that has been applied, or that is older than one; or if
+            an `on_evict` raises an error. The state and the plan are as before then.
         """
+        self._check_state(state)
+        plans = self.planner.waiting_upto(plan)
+        self._hand_over(state, plans)
         slabs = list(state)
-        with self.planner.moving(plan) as moves:
-            for g, used in enumerate(plan.slots_used):
-                slots = self.slots(state, g)
-                if used.max() > slots:
-                    while slots < used.max():
-                        slots *= 2
-                    slabs[g] = self._mover.grow(g, slabs[g], slots)
-            departed = []
-            for move in moves:
-                slabs[move.group], gathered = self._mover.move(slabs[move.group], move)
-                departed.append(gathered)
-        for move, gathered in zip(moves, departed, strict=True):
-            self._mover.deliver(move, gathered, self.planner.read_evicted)
+        with self.planner.moving(plans):
+            for waiting in plans:
+                self._move(slabs, waiting)
         return tuple(slabs)
+
+    def _move(self, slabs: list[SlabState], plan: WaitingPlan) -> None:
+        """Carries out the moves of a plan."""
+        for g, used in enumerate(plan.slots_used):
+            owners = 1 if self.groups[g].replicated else self.devices
+            slots = known = slabs[g].rows.shape[0] // owners
+            while slots < used.max():
+                slots *= 2
+            if slots > known:
+                slabs[g] = self._mover.grow(g, slabs[g], slots)
+        for move in plan.moves:
+            slabs[move.group] = self._mover.move(slabs[move.group], move)
+
+    def _hand_over(self, state: EmbeddingState, plans: Sequence[WaitingPlan]) -> None:
+        """Gives rows that leave for good to `on_evict`, before anything has changed."""
+        wanted = [any(self._mover.wants(m) for m in p.moves) for p in plans]
+        if not any(wanted):
+            return
+        last = len(plans) - 1 - wanted[::-1].index(True)
+        slabs = list(state)
+        if last:  # they leave from where plans that nobody steps on bring them
+            slabs = jax.tree.map(jnp.copy, slabs)
+        for n, plan in enumerate(plans[: last + 1]):
+            for move in plan.moves:
+                slab = slabs[move.group]
+                self._mover.hand_over(slab, move, self.planner.read_evicted)
+            if n < last:
+                self._move(slabs, plan)
 
     def gather_rows(
         self, state: EmbeddingState, arrays: dict[str, jax.Array]
@@ -330,8 +357,11 @@ class EmbeddingCollection:
           KeyError: for an unknown table.
           PlanError: for keys outside a fixed vocabulary, or more than the table holds;
             the rows before are in the state that was given.
-          TypeError, ValueError: for keys that are not integers or not unique, or another
-            shape of values.
+          TypeError, ValueError: for keys that are not integers or not unique, another
+            shape of values or another kind of state.
+          RuntimeError: while batches that have been prepared wait for their steps: they
+            are planned without these rows. So call it between two loops over a loader,
+            not in a hook. Also if an `on_evict` raises an error.
 
         Example:
           >>> import shardjax as sj
@@ -344,6 +374,7 @@ class EmbeddingCollection:
           >>> collection.lookup_rows(state, "item", np.array([9]))["rows"].tolist()
           [[3.0, 4.0]]
         """
+        self._check_state(state)
         g, entry = self._table(table)
         group = self.groups[g]
         keys = as_keys(np.asarray(keys), table)
@@ -357,31 +388,43 @@ class EmbeddingCollection:
             raise ValueError(
                 f"keys of rows to load into table {table!r} must be unique"
             )
-        self._check_loadable(g, entry, keys)
-        # few enough to lie on one device
-        chunk = min(self.planner.tiers[g].residents.capacity or 65536, 65536)
-        for start in range(0, len(keys), chunk):
-            part = keys[start : start + chunk]
-            nothing = Jagged(np.zeros(0, np.uint64), np.zeros(len(part), np.int32))
-            batch: dict[str, Any] = dict.fromkeys(self.features, nothing)
-            reader = entry.table.features[0]
-            batch[reader] = Jagged(part, np.ones(len(part), np.int32))
-            clicks = np.ones(len(part))
-            plan = self.planner.plan(batch, len(part), clicks, train=True, admit=True)
-            self.planner.forget_sizes()
-            state = self.apply_fills(state, plan)
-            salted = part + entry.table.salt
-            owners = self._owners(g, entry.table.owner, salted)
-            slots, _, _ = self.planner.find(g, entry, salted, owners)
-            at = owners.astype(np.int64) * self.slots(state, g) + slots
-            at[slots < 0] = np.iinfo(np.int32).max
-            rows = jnp.asarray(values[start : start + chunk], group.dtype)
-            slabs = list(state)
-            sharding = jax.NamedSharding(self.mesh, self.spec(group))
-            written = _set_rows(slabs[g].rows, at.astype(np.int32), rows, sharding)
-            slabs[g] = SlabState(written, slabs[g].row_state, slabs[g].shared)
-            state = tuple(slabs)
+        with self.planner.loading():
+            self._check_loadable(g, entry, keys)
+            # few enough to lie on one device
+            chunk = min(self.planner.tiers[g].residents.capacity or 65536, 65536)
+            for start in range(0, len(keys), chunk):
+                own = slice(start, start + chunk)
+                state = self._load(state, g, entry, keys[own], values[own])
         return state
+
+    def _load(
+        self,
+        state: EmbeddingState,
+        g: int,
+        entry: TableState,
+        keys: np.ndarray,
+        values: np.ndarray,
+    ) -> EmbeddingState:
+        """Writes rows that lie on the devices together."""
+        group = self.groups[g]
+        nothing = Jagged(np.zeros(0, np.uint64), np.zeros(len(keys), np.int32))
+        batch: dict[str, Any] = dict.fromkeys(self.features, nothing)
+        batch[entry.table.features[0]] = Jagged(keys, np.ones(len(keys), np.int32))
+        clicks = np.ones(len(keys))
+        plan = self.planner.plan(batch, len(keys), clicks, train=True, admit=True)
+        self.planner.forget_sizes()
+        state = self.apply_fills(state, plan)
+        salted = keys + entry.table.salt
+        owners = self._owners(g, entry.table.owner, salted)
+        slots, _, _ = self.planner.find(g, entry, salted, owners)
+        at = owners.astype(np.int64) * self.slots(state, g) + slots
+        at[slots < 0] = np.iinfo(np.int32).max
+        rows = jnp.asarray(values, group.dtype)
+        slabs = list(state)
+        sharding = jax.NamedSharding(self.mesh, self.spec(group))
+        written = _set_rows(slabs[g].rows, at.astype(np.int32), rows, sharding)
+        slabs[g] = SlabState(written, slabs[g].row_state, slabs[g].shared)
+        return tuple(slabs)
 
     def _check_loadable(self, g: int, entry: TableState, keys: np.ndarray) -> None:
         """Raises for keys that could not get a row."""
@@ -412,24 +455,58 @@ class EmbeddingCollection:
 
     def export(
         self, state: EmbeddingState, table: str, chunk: int = 65536
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """All rows of a table, a part at a time, in no particular order.
+    ) -> Iterator[TableRows]:
+        """All rows of a table with all that is known of them, a part at a time.
+
+        They come in no particular order. In memory are the keys, 8 bytes each, and one
+        part.
 
         Args:
           state: of the devices; no training while the iterator is used.
           table: its name.
-          chunk: rows at a time.
+          chunk: rows at a time, at most.
 
         Returns:
-          An iterator over (keys, uint64 [n]; rows, [n, dim]).
+          An iterator over `TableRows`.
 
         Raises:
           KeyError: for an unknown table.
+          TypeError, ValueError: for a chunk that is no positive integer, or another kind of
+            state.
+
+        Example:
+          >>> import shardjax as sj
+          >>> item = sj.embed.TableSpec("item", dim=2)
+          >>> collection = sj.embed.EmbeddingCollection(
+          ...     {"item_id": sj.embed.FeatureSpec(item)}, mesh=sj.make_mesh("1x1")
+          ... )
+          >>> values = np.array([[1.0, 2.0], [3.0, 4.0]])
+          >>> state = collection.load_rows(collection.init(), "item", [7, 9], values)
+          >>> [part] = collection.export(state, "item")
+          >>> sorted(zip(part.keys.tolist(), part.rows.tolist()))
+          [(7, [1.0, 2.0]), (9, [3.0, 4.0])]
         """
-        keys = self.keys(table)
-        for start in range(0, len(keys), chunk):
-            part = keys[start : start + chunk]
-            yield part, np.asarray(self.lookup_rows(state, table, part)["rows"])
+        self._check_state(state)
+        check_integer("`chunk` of rows to export", chunk, 1)
+        g, entry = self._table(table)
+        return self._export(state, g, entry, chunk)
+
+    def _export(self, state, g: int, entry: TableState, chunk: int):
+        spec, tier = entry.table.spec, self.planner.tiers[g]
+        salted = self.planner.keys(g, entry)
+        salted = salted[np.argsort(hashes_of(salted))]  # as they lie on disk
+        for start in range(0, len(salted), chunk):
+            part = salted[start : start + chunk]
+            keys = part - entry.table.salt
+            read: Any = self.lookup_rows(state, spec.name, keys)
+            facts: dict[str, np.ndarray] = {}
+            if tier.residents.tracked:
+                owners = self._owners(g, entry.table.owner, part)
+                last_step, tallies = self.planner.facts(g, entry, part, owners)
+                facts = {"last_step": last_step, "uses": tallies}
+                if spec.show_click is not None:
+                    facts = {"last_step": last_step, "scores": tallies / UNIT}
+            yield TableRows(keys, read["rows"], read["row_state"], **facts)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """How many rows are where, as planned, by slab.
@@ -498,8 +575,9 @@ class EmbeddingCollection:
 
         Raises:
           KeyError: for an unknown table.
-          TypeError: for keys that are not integers.
+          TypeError: for keys that are not integers, or another kind of state.
         """
+        self._check_state(state)
         g, entry = self._table(table)
         salted = as_keys(keys, table) + entry.table.salt
         owners = self._owners(g, entry.table.owner, salted)
@@ -527,6 +605,16 @@ class EmbeddingCollection:
             ],
             "found": found,
         }
+
+    def _check_state(self, state: EmbeddingState) -> None:
+        """Raises for something else than the slabs of the tables."""
+        if not isinstance(state, tuple) or len(state) != len(self.groups):
+            kind = type(state).__name__
+            raise TypeError(
+                f"`state` must be the state of the tables, a tuple of {len(self.groups)}"
+                f" SlabState as `init` returns it, got a {kind}. Of a TrainState, give"
+                " `state.tables`"
+            )
 
     def _owners(self, g: int, single: int, salted: np.ndarray) -> np.ndarray:
         """The owner device of each of some keys of a table."""

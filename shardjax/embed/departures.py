@@ -68,10 +68,10 @@ class Departures:
             return 0
         parts = [*self._leave_devices(table, cut), *self._leave_host(table, cut)]
         if self._disk is not None:
-            for segment, numbers, keys in self._disk.evict(table, cut):
-                owners = self._owners(table, keys)
+            for segment, numbers, facts in self._disk.evict(table, cut):
+                owners = self._owners(table, facts[0])
                 part = Evicted.part(
-                    keys, table, owners, segment=segment, numbers=numbers
+                    facts, table, owners, segment=segment, numbers=numbers
                 )
                 parts.append(part)
         if not parts:
@@ -85,12 +85,16 @@ class Departures:
     @property
     def pending_rows(self) -> int:
         """Rows that leave and have not gone."""
-        return sum(len(x) for x in self._leaving if not x.is_gone)
+        return sum(len(x) for x in self.not_gone())
 
     def keys(self, table: int) -> np.ndarray:
         """Salted keys of the rows of a table that leave and have not gone, uint64 [n]."""
-        parts = [x.keys[x.tables == table] for x in self._leaving if not x.is_gone]
+        parts = [x.keys[x.tables == table] for x in self.not_gone()]
         return np.concatenate([np.zeros(0, np.uint64), *parts])
+
+    def not_gone(self) -> list[Evicted]:
+        """The rows that leave and have not gone, oldest first."""
+        return [x for x in self._leaving if not x.is_gone]
 
     def take(self) -> tuple[Evicted, ...]:
         """The rows that leave before the next window; once."""
@@ -176,19 +180,17 @@ class Departures:
                 owners = np.full(int(leaves.sum()), o, np.int32)
                 slots = slots[leaves]
                 self._residents.free(owners, slots)
-                yield Evicted.part(
-                    known["key"][leaves].copy(), table, owners, slots=slots
-                )
+                yield Evicted.part(_facts(known[leaves]), table, owners, slots=slots)
 
     def _leave_host(self, table: int, cut: Cut) -> Iterator[Evicted]:
         for rows, known in self._host_rows(table):
             leaves = cut(_facts(known))
             if leaves.any():
                 assert self._host is not None
-                keys = known["key"][leaves].copy()
+                facts = _facts(known[leaves])
                 self._host.headers["table"][rows[leaves]] = FREE  # nobody's from now on
                 yield Evicted.part(
-                    keys, table, self._owners(table, keys), rows=rows[leaves]
+                    facts, table, self._owners(table, facts[0]), rows=rows[leaves]
                 )
 
     def _decay(self, table: int, policy: ShowClick) -> None:
@@ -200,8 +202,8 @@ class Departures:
             assert self._host is not None
             self._host.headers["tally"][rows] = decayed(known["tally"], policy)
         if self._disk is not None:
-            self._disk.rewrite(table, lambda tallies: decayed(tallies, policy))
+            self._disk.change(table, lambda tallies: decayed(tallies, policy))
 
 
 def _facts(known: np.ndarray) -> Facts:
-    return known["key"], known["last_step"], known["tally"]
+    return known["key"].copy(), known["last_step"].copy(), known["tally"].copy()

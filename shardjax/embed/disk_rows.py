@@ -13,13 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from shardjax.embed.eviction import Cut, Facts
-from shardjax.embed.merging import Part, merged_parts, sorted_parts
+from shardjax.embed.merging import PART_BYTES, Part, merged_parts, sorted_parts
+from shardjax.embed.rate import Rate
 from shardjax.embed.records import HEADER_WORDS, hashes_of, keys_of
 from shardjax.embed.segments import CorruptSegmentError, Found, Segment
 
 _log = logging.getLogger(__name__)
 _LOCK = "shardjax.lock"
 _PATTERN = "*.shardjax-rows"
+_MOST_CHANGES = 16  # of a segment, until it is written anew
 
 
 class DiskFolder:
@@ -29,7 +31,8 @@ class DiskFolder:
     other rows: those of a process that has ended are removed.
 
     Raises:
-      OSError: if the folder cannot be written to, or another process uses it.
+      OSError: if the folder cannot be written to, or is in use, by another process or by
+        this one.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -49,6 +52,12 @@ class DiskFolder:
         except OSError as error:
             owner = os.pread(self._lock, 32, 0).decode().strip() or "unknown"
             os.close(self._lock)
+            if owner == str(os.getpid()):
+                raise BlockingIOError(
+                    f"the folder {str(path)!r} of the disk tier is in use by this very"
+                    " process: an EmbeddingCollection that has not been closed has it."
+                    " Call its `close` first, or give each a folder of its own"
+                ) from error
             raise BlockingIOError(
                 f"the folder {str(path)!r} of the disk tier is in use by process {owner}."
                 " Give each process a folder of its own"
@@ -79,6 +88,7 @@ class DiskBudget:
       map_bytes: of them, how many may be mapped: a file that is read as memory is read
         about three times as fast while the system has it in its cache, and what is
         there counts as memory of this process, which the system takes back at need.
+      merge_rate: that merging in the background keeps to; None for any.
     """
 
     def __init__(
@@ -86,10 +96,12 @@ class DiskBudget:
         folder: DiskFolder,
         most_bytes: int | None = None,
         map_bytes: int = 2 << 30,
+        merge_rate: Rate | None = None,
     ):
         self.folder = folder
         self.most_bytes = most_bytes
         self.map_bytes = map_bytes
+        self.merge_rate = merge_rate
         self.members: weakref.WeakSet[DiskRows] = weakref.WeakSet()
 
     def lacks(self, size: int) -> bool:
@@ -148,6 +160,7 @@ class DiskRows:
         self._readers = ThreadPoolExecutor(threads, "disk_rows_read")
         self._compactor = ThreadPoolExecutor(1, "disk_rows_compact")
         self._compacting: Future | None = None
+        self._hurry = threading.Event()  # somebody waits for the compaction
 
     def __len__(self) -> int:
         return sum(s.live for s in self.segments)
@@ -199,6 +212,7 @@ class DiskRows:
             self._replace([], segment)
         self._start_compaction()
         while self._compacting is not None and self.file_bytes > self._most_bytes:
+            self._hurry.set()
             wait([self._compacting])  # else dead records pile up
             self._start_compaction()
 
@@ -245,15 +259,13 @@ class DiskRows:
                 for _, facts in segment.facts(table):
                     yield facts
 
-    def evict(
-        self, table: int, cut: Cut
-    ) -> list[tuple[Segment, np.ndarray, np.ndarray]]:
+    def evict(self, table: int, cut: Cut) -> list[tuple[Segment, np.ndarray, Facts]]:
         """Takes the rows of a table off the disk that leave for good.
 
         They can be read with `Segment.read` until `let_go` is called for the segments.
 
         Returns:
-          Segments, numbers of their records (int64 [n]) and keys (uint64 [n]).
+          Segments, numbers of their records (int64 [n]) and what is known of them.
         """
         oldest = cut.oldest()
         found = []
@@ -266,7 +278,8 @@ class DiskRows:
                     if leaves.any():
                         segment.bury(numbers[leaves])
                         segment.readers += 1
-                        found.append((segment, numbers[leaves], facts[0][leaves]))
+                        own = facts[0][leaves], facts[1][leaves], facts[2][leaves]
+                        found.append((segment, numbers[leaves], own))
         return found
 
     def let_go(self, segments: Iterable[Segment]) -> None:
@@ -280,18 +293,15 @@ class DiskRows:
             segment.delete()
         self._start_compaction()
 
-    def rewrite(self, table: int, change: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Changes the tallies, uint32 [n], of all rows of a table."""
-
-        def apply(records):
-            own = records[:, 2] == table
-            tallies = records[own, 4].view(np.uint32)
-            records[own, 4] = change(tallies).view(np.int32)
-
-        self.wait()
-        for segment in list(self.segments):
-            if any(len(numbers) for numbers, _ in segment.facts(table)):
-                self._compact([segment], apply)
+    def change(self, table: int, change: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Changes the tallies, uint32 [n], of all rows of a table; writes nothing."""
+        self._hurry.set()
+        if self._compacting is not None:
+            wait([self._compacting])  # it reads; what it has met is for the next `add`
+        with self._lock:
+            for segment in self.segments:
+                segment.changes.append((table, change))
+        self._start_compaction()
 
     def keys(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All keys and their tables, uint64 and int32 [n], a part at a time."""
@@ -377,13 +387,26 @@ class DiskRows:
         with self._lock:
             chosen = self._choose()
         if chosen:
-            self._compacting = self._compactor.submit(self._compact, chosen)
+            self._hurry.clear()
+            spend = self._spend if self.budget.merge_rate is not None else None
+            self._compacting = self._compactor.submit(
+                self._compact, chosen, spend=spend
+            )
+
+    def _spend(self, size: int) -> None:
+        """Waits as the rate of merging asks for, unless somebody waits for the merge."""
+        rate = self.budget.merge_rate
+        if rate is not None and not self._hurry.is_set():
+            rate.spend(size, self._hurry.wait)
 
     def _choose(self) -> list[Segment]:
-        """Segments to make one of: many dead records, or many small files."""
+        """Segments to make one of: many changes, many dead records, or many small files."""
         empty = [s for s in self.segments if not s.live]
         if empty:
             return empty
+        behind = [s for s in self.segments if len(s.changes) >= _MOST_CHANGES]
+        if behind:
+            return self._upto_limit(behind)
         live, total = self.live_bytes, self.file_bytes
         by_waste = sorted(self.segments, key=lambda s: s.live / s.count)
         if total > 1.5 * live + self._merge_bytes // 8:
@@ -403,20 +426,24 @@ class DiskRows:
         return chosen
 
     def _compact(
-        self, chosen: list[Segment], change: Callable[[np.ndarray], None] | None = None
+        self,
+        chosen: list[Segment],
+        spend: Callable[[int], None] | None = None,
     ) -> None:
         """Makes one segment of what lives in some; in the background.
 
         Args:
           chosen: segments.
-          change: of records, int32 [n, words], in place, on the way.
+          spend: told of the bytes that have been read or are about to be written.
         """
         with self._lock:
             before = [s.dead.copy() for s in chosen]
             count = sum(s.live for s in chosen)
         merged = None
         if count:
-            parts = merged_parts(chosen, before, change)
+            rate = self.budget.merge_rate
+            most = PART_BYTES if rate is None else min(PART_BYTES, rate.block_bytes)
+            parts = merged_parts(chosen, before, spend, most)
             merged = self._write(count, parts)
         with self._lock:
             if merged is not None:
@@ -452,12 +479,14 @@ class DiskRows:
 
     def wait(self) -> None:
         """Waits for a compaction that is under way."""
+        self._hurry.set()
         if self._compacting is not None:
             done, self._compacting = self._compacting, None
             done.result()
 
     def close(self) -> None:
         """Ends the threads and removes the files; twice does no harm."""
+        self._hurry.set()
         self._compactor.shutdown(wait=True)
         self._readers.shutdown(wait=True)
         for segment in self.segments + self._kept:

@@ -22,6 +22,7 @@ class Evicted:
 
     Attributes:
       keys, tables: uint64 (salted) and int32 [n].
+      last_steps, tallies: int32 and uint32 [n], what is known of them.
       owners: int32 [n].
       slots: int32 [n] of those on the devices, else -1.
       rows: int32 [n] of the RAM tier, else -1.
@@ -32,6 +33,8 @@ class Evicted:
 
     keys: np.ndarray
     tables: np.ndarray
+    last_steps: np.ndarray
+    tallies: np.ndarray
     owners: np.ndarray
     slots: np.ndarray
     rows: np.ndarray
@@ -53,6 +56,8 @@ class Evicted:
         return cls(
             np.concatenate([x.keys for x in parts]),
             np.concatenate([x.tables for x in parts]),
+            np.concatenate([x.last_steps for x in parts]),
+            np.concatenate([x.tallies for x in parts]),
             np.concatenate([x.owners for x in parts]),
             np.concatenate([x.slots for x in parts]),
             np.concatenate([x.rows for x in parts]),
@@ -64,7 +69,7 @@ class Evicted:
     @classmethod
     def part(
         cls,
-        keys,
+        facts: Facts,
         table: int,
         owners,
         *,
@@ -74,11 +79,14 @@ class Evicted:
         numbers=None,
     ) -> "Evicted":
         """Rows of one table that are all in one place."""
+        keys, last_steps, tallies = facts
         n = len(keys)
         none = np.full(n, -1, np.int32)
         return cls(
             keys,
             np.full(n, table, np.int32),
+            last_steps,
+            tallies,
             owners,
             none if slots is None else slots.astype(np.int32),
             none if rows is None else rows.astype(np.int32),

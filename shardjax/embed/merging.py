@@ -9,7 +9,7 @@ from shardjax.embed.segments import Segment
 
 # hashes, uint64 [n], in order; and records, int32 [n, words]
 Part = tuple[np.ndarray, np.ndarray]
-_PART_BYTES = 16 << 20
+PART_BYTES = 16 << 20
 
 
 def sorted_parts(keys, tables, last_step, tallies, rows) -> Iterator[Part]:
@@ -23,7 +23,7 @@ def sorted_parts(keys, tables, last_step, tallies, rows) -> Iterator[Part]:
     hashes = hashes_of(keys)
     order = np.argsort(hashes)
     words = HEADER_WORDS + rows.shape[1]
-    chunk = max(_PART_BYTES // (4 * words), 1)
+    chunk = max(PART_BYTES // (4 * words), 1)
     for start in range(0, len(keys), chunk):
         part = order[start : start + chunk]
         records = np.empty((len(part), words), np.int32)
@@ -34,22 +34,24 @@ def sorted_parts(keys, tables, last_step, tallies, rows) -> Iterator[Part]:
 def merged_parts(
     segments: Sequence[Segment],
     dead: Sequence[np.ndarray],
-    change: Callable[[np.ndarray], None] | None = None,
+    spend: Callable[[int], None] | None = None,
+    most_bytes: int = PART_BYTES,
 ) -> Iterator[Part]:
     """What lives in some segments, as parts of one.
 
-    Holds about 16 MB of each at a time, whatever their size.
+    Holds about `most_bytes` at a time, whatever their size.
 
     Args:
       segments: to be merged.
       dead: of each, uint8, which records do not count.
-      change: of records, int32 [n, words], in place.
+      spend: called with the bytes of each block that has been read, and of each part.
+      most_bytes: of a part.
 
     Raises:
       CorruptSegmentError: for a record that is cut off or changed.
     """
-    chunk = max(_PART_BYTES // len(segments) // (4 * segments[0].words), 1)
-    reading = [_read(s, d, chunk) for s, d in zip(segments, dead, strict=True)]
+    chunk = max(most_bytes // len(segments) // (4 * segments[0].words), 1)
+    reading = [_read(s, d, chunk, spend) for s, d in zip(segments, dead, strict=True)]
     waiting: dict[int, Part] = {}
     while True:
         for i, parts in enumerate(reading):
@@ -72,16 +74,19 @@ def merged_parts(
         hashes = np.concatenate([x for x, _ in taken])
         order = np.argsort(hashes, kind="stable")
         records = np.concatenate([x for _, x in taken])[order]
-        if change is not None:
-            change(records)
+        if any(s.changes for s in segments):
             seal(records)
+        if spend is not None:
+            spend(records.nbytes)
         yield hashes[order], records
 
 
-def _read(segment: Segment, dead: np.ndarray, chunk: int) -> Iterator[Part]:
+def _read(segment: Segment, dead: np.ndarray, chunk: int, spend) -> Iterator[Part]:
     for start in range(0, segment.count, chunk):
         stop = min(start + chunk, segment.count)
         _, records = segment.live_records(start, stop, dead)
+        if spend is not None:
+            spend((stop - start) * segment.words * 4)
         if len(records):
             keys = keys_of(records)
             hashes = hashes_of(keys)

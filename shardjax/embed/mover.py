@@ -21,6 +21,7 @@ from shardjax.embed.moves import (
     slab_spec,
     unpack_records,
 )
+from shardjax.embed.spec import TableSpec
 
 # (group, evicted, numbers of rows) to records, int32 [n, words]
 ReadEvicted = Callable[[int, Evicted, np.ndarray], np.ndarray]
@@ -44,37 +45,18 @@ class Mover:
         """How the slots of a group lie over the mesh."""
         return jax.P() if group.replicated else jax.P(self._axes)
 
-    def move(
-        self, slab: SlabState, move: Move
-    ) -> tuple[SlabState, list[jax.Array | None]]:
-        """Gathers the rows that leave, writes those that come.
+    def move(self, slab: SlabState, move: Move) -> SlabState:
+        """Gathers the rows that leave for RAM, writes those that come.
 
         Args:
           slab: of the move's group; donated.
-
-        Returns:
-          The slab; and for each part of `move.evicted` the records of the rows that were
-          on the devices, int32 [owners * n, words], if somebody wants them.
         """
         group = self._groups[move.group]
-        options: Any = {
-            "group": group,
-            "mesh": self._mesh,
-            "spec": self.spec(group),
-        }
-        sharding = jax.NamedSharding(self._mesh, self.spec(group))
+        options, sharding = self._options(group)
 
         def put(x):
             return jax.device_put(x.reshape(-1, *x.shape[2:]), sharding)
 
-        departed = []
-        for evicted in move.evicted:
-            parts = self._own_slots(group, evicted)
-            wanted = self._wants(move.group, evicted) and any(len(x) for x in parts)
-            slots = put(padded(parts)) if wanted else None
-            departed.append(
-                None if slots is None else gather_records(slab, slots, **options)
-            )
         if move.write_back is not None:
             slots = put(move.write_back.slots)
             records = gather_records(slab, slots, **options)
@@ -85,25 +67,47 @@ class Mover:
             slab = fill_stored(slab, put(move.stored.slots), records, **options)
         for fill in move.fills:
             slab = self._fill(slab, fill, sharding, options)
-        return slab, departed
+        return slab
 
-    def deliver(
-        self, move: Move, departed: list[jax.Array | None], read: ReadEvicted
-    ) -> None:
-        """Gives rows that left for good to their tables' `on_evict`.
+    def _options(self, group: Group) -> tuple[dict[str, Any], jax.NamedSharding]:
+        """What the programs need to know of a group, and where its arrays go."""
+        spec = self.spec(group)
+        options = {"group": group, "mesh": self._mesh, "spec": spec}
+        return options, jax.NamedSharding(self._mesh, spec)
+
+    def wants(self, move: Move) -> bool:
+        """Whether somebody wants rows that leave for good with a move."""
+        return any(self._wants(move.group, evicted) for evicted in move.evicted)
+
+    def hand_over(self, slab: SlabState, move: Move, read: ReadEvicted) -> None:
+        """Gives rows that are about to leave for good to their tables' `on_evict`.
 
         Args:
-          move: that has been carried out.
-          departed: of `move`.
-          read: reads those that were not on the devices.
+          slab: of the move's group, before the move; stays as it is.
+          move: that has not been carried out.
+          read: reads those that are not on the devices.
+
+        Raises:
+          RuntimeError: if an `on_evict` raises an error.
         """
         group = self._groups[move.group]
-        for evicted, gathered in zip(move.evicted, departed, strict=True):
+        for evicted in move.evicted:
             if self._wants(move.group, evicted):
-                self._deliver(move.group, group, evicted, gathered, read)
-            evicted.is_gone = True
+                gathered = self._gather(slab, group, evicted)
+                self._hand_over(move.group, group, evicted, gathered, read)
 
-    def _deliver(self, g: int, group: Group, evicted: Evicted, gathered, read) -> None:
+    def _gather(self, slab: SlabState, group: Group, evicted: Evicted):
+        """Records of the rows on the devices, int32 [owners * n, words]; None for none."""
+        parts = self._own_slots(group, evicted)
+        if not any(len(x) for x in parts):
+            return None
+        options, sharding = self._options(group)
+        slots = jax.device_put(padded(parts).reshape(-1), sharding)
+        return gather_records(slab, slots, **options)
+
+    def _hand_over(
+        self, g: int, group: Group, evicted: Evicted, gathered, read
+    ) -> None:
         place = np.full(len(evicted), -1, np.int64)  # in what was gathered
         own = self._own_rows(group, evicted)
         longest = 0 if gathered is None else len(gathered) // len(own)
@@ -126,8 +130,8 @@ class Mover:
                         both[away] = words
                     words = both
                 values, *row_state = unpack_records(group, jnp.asarray(words))
-                table.spec.on_evict(
-                    table.spec.name,
+                call_on_evict(
+                    table.spec,
                     evicted.keys[part] - table.salt,
                     np.asarray(values),
                     [np.asarray(x) for x in row_state],
@@ -179,3 +183,21 @@ class Mover:
             initializer=fill.initializer,
             **options,
         )
+
+
+def call_on_evict(spec: TableSpec, keys, rows, row_state) -> None:
+    """Calls the `on_evict` of a table.
+
+    Raises:
+      RuntimeError: if it raises an error.
+    """
+    assert spec.on_evict is not None
+    try:
+        spec.on_evict(spec.name, keys, rows, row_state)
+    except Exception as error:
+        raise RuntimeError(
+            f"`on_evict` of table {spec.name!r} raised {error!r} when it was given"
+            f" {len(keys)} rows. Nothing has changed: the rows that leave before this step"
+            " are all still there, and are given again, from the first, when this batch or"
+            " a later one is stepped on"
+        ) from error

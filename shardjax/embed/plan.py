@@ -22,6 +22,7 @@ same order.
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ from shardjax.embed.jagged import Jagged
 from shardjax.embed.layout import GroupLayout, rung
 from shardjax.embed.moves import Fill, Move
 from shardjax.embed.policies import Eviction
+from shardjax.embed.rate import Rate
 from shardjax.embed.residents import resolve
 from shardjax.embed.routes import Routes
 from shardjax.embed.spec import FeatureSpec
@@ -84,6 +86,21 @@ class Plan:
     def fills(self) -> tuple[Fill, ...]:
         """The new rows among the moves."""
         return tuple(fill for move in self.moves for fill in move.fills)
+
+
+@dataclass(frozen=True, eq=False)
+class WaitingPlan:
+    """What is left to do of a training plan that has not been carried out.
+
+    Attributes:
+      sequence, moves, slots_used: of the plan.
+      plan: it, as long as somebody holds it who could step on it.
+    """
+
+    sequence: int
+    moves: tuple[Move, ...]
+    slots_used: tuple[np.ndarray, ...]
+    plan: weakref.ref[Plan]
 
 
 class Planner:
@@ -139,9 +156,10 @@ class Planner:
         self._evictions = [
             p for s in self.tables for t in s for p in t.table.spec.evictions
         ]
-        self._pending: deque[Plan] = deque()
+        self._pending: deque[WaitingPlan] = deque()
         self._rungs: dict[tuple, int] = {}
-        self._planning = threading.Lock()  # the index, and where rows are as planned
+        # of the index, and where rows are as planned; `loading` plans while it has it
+        self._planning = threading.RLock()
         self._state = threading.Lock()  # which plans have been carried out
         self.drafter = Drafter(
             groups, features, self.tables, self.tiers, devices, threads
@@ -159,7 +177,8 @@ class Planner:
                 self._folders[path] = DiskFolder(path)
             most = None if storage.disk_bytes is None else int(storage.disk_bytes)
             mapped = int(storage.map_bytes or 0)
-            budgets[storage] = DiskBudget(self._folders[path], most, mapped)
+            rate = None if storage.merge_rate is None else Rate(int(storage.merge_rate))
+            budgets[storage] = DiskBudget(self._folders[path], most, mapped, rate)
         return budgets[storage]
 
     def _size(self, train: bool, name: tuple, needed: int, smallest: int) -> int:
@@ -376,7 +395,10 @@ class Planner:
         seconds = (time.perf_counter() - began) / len(plans)
         plans = [replace(plan, seconds=seconds) for plan in plans]
         with self._state:
-            self._pending.extend(plans)
+            self._pending.extend(
+                WaitingPlan(p.sequence, p.moves, p.slots_used, weakref.ref(p))
+                for p in plans
+            )
         return plans
 
     def _arrange(self, draft: Draft, train, moves, used, overlays=None) -> Plan:
@@ -463,6 +485,13 @@ class Planner:
             where = state.index.lookup(salted).astype(np.int64)
             return self._as_applied(g, state, salted, where, owners)
 
+    def facts(self, g: int, state: TableState, salted: np.ndarray, owners: np.ndarray):
+        """What is known of rows that there are: see `Tier.facts`."""
+        with self._planning:
+            self._check_open()
+            where = state.index.lookup(salted).astype(np.int64)
+            return self.tiers[g].facts(state.number, salted, where, owners)
+
     def stats(self) -> dict[str, dict[str, int]]:
         """How many rows of each group are where; see `EmbeddingCollection.stats`."""
         with self._planning, self._state:
@@ -537,13 +566,12 @@ class Planner:
                 " and evaluate all of them before the next"
             )
 
-    @contextmanager
-    def moving(self, plan: Plan) -> Iterator[tuple[Move, ...]]:
-        """A context in which to carry out the moves before a training plan's step.
+    def waiting_upto(self, plan: Plan) -> tuple[WaitingPlan, ...]:
+        """What has to be carried out before a training plan's step, oldest first.
 
-        These are the plan's own and those of earlier plans that nobody carried out: a
+        The plan itself is the last. Before it come earlier plans that nobody carried out: a
         loop that was left early abandons the batches it had prefetched, but their keys
-        have been given rows. Nobody reads rows meanwhile.
+        have been given rows.
 
         Raises:
           RuntimeError: if this plan or a later one has been carried out before.
@@ -560,15 +588,52 @@ class Planner:
                     f" {self._applied}: step on each prepared batch once, in the order in"
                     " which they were prepared (train=True)"
                 )
-            if not any(p is plan for p in self._pending):
+            if not any(p.plan() is plan for p in self._pending):
                 raise RuntimeError(
                     "this batch was prepared by another collection than that of the step:"
                     " prepare it with the collection that make_train_step was given"
                 )
-            moves: list[Move] = []
-            while self._pending and self._pending[0].sequence <= plan.sequence:
-                moves.extend(self._pending.popleft().moves)
-            self._applied = plan.sequence
+            return tuple(p for p in self._pending if p.sequence <= plan.sequence)
+
+    @contextmanager
+    def moving(self, plans: Sequence[WaitingPlan]) -> Iterator[None]:
+        """A context in which to carry out plans; nobody reads rows meanwhile.
+
+        Args:
+          plans: of `waiting_upto`.
+        """
+        with self._state:
+            for _ in plans:
+                self._pending.popleft()
+            moves = [move for plan in plans for move in plan.moves]
+            self._applied = plans[-1].sequence
             self._version += any(m.write_back or m.stored or m.evicted for m in moves)
-            self.applied = list(plan.slots_used)
-            yield tuple(moves)
+            self.applied = list(plans[-1].slots_used)
+            yield
+        for move in moves:
+            for evicted in move.evicted:
+                evicted.is_gone = True
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """A context in which to load rows; nobody else plans meanwhile.
+
+        Raises:
+          RuntimeError: if batches wait that have been planned without these rows.
+        """
+        with self._planning:
+            waiting = sum(p.plan() is not None for p in self._pending)
+            if waiting:
+                raise RuntimeError(
+                    f"`load_rows` cannot go before {waiting} batches that have been"
+                    " prepared and not been stepped on: they were planned without its rows."
+                    " Call it between two loops over a loader, not in a hook, or let go of"
+                    " the batches that nobody will step on"
+                )
+            before = self._applied
+            try:
+                yield
+            except BaseException as problem:
+                if self._applied > before:  # the state before is gone
+                    self._broken = f"`load_rows` and {problem!r}"
+                raise

@@ -21,7 +21,7 @@ no tombstones, and compaction copies what lives.
 import contextlib
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +38,8 @@ from shardjax.embed.records import (
 
 # keys (uint64), last steps (int32) and tallies (uint32) of some rows, [n] each
 Facts = tuple[np.ndarray, np.ndarray, np.ndarray]
+# a table, and new tallies of old ones, uint32 [n]
+Change = tuple[int, Callable[[np.ndarray], np.ndarray]]
 BUCKET = 16
 
 
@@ -65,6 +67,8 @@ class Segment:
       dead_count: how many are dead.
       oldest: the least `last_step` of the records.
       readers: how many read records that are dead.
+      changes: (table, change of tallies, uint32 [n]) that the file does not have yet: they
+        are made in what is read, in this order.
     """
 
     path: Path
@@ -78,6 +82,7 @@ class Segment:
     dead_count: int = 0
     oldest: int = 0
     readers: int = 0
+    changes: list[Change] = field(default_factory=list)
 
     @property
     def live(self) -> int:
@@ -161,7 +166,17 @@ class Segment:
         )  # fmt: skip
         if bad[0]:
             self.fail(int(bad[1]), "is cut off" if bad[0] == 1 else "has changed")
+        if self.changes:
+            here = answer[0]
+            records[here] = self._changed(records[here])
         return answer
+
+    def _changed(self, records: np.ndarray) -> np.ndarray:
+        """Makes the changes in records, int32 [n, words], and returns them."""
+        for table, change in self.changes:
+            own = records[:, 2] == table
+            records[own, 4] = change(records[own, 4].view(np.uint32)).view(np.int32)
+        return records
 
     def map(self) -> None:
         """Lets `find` read the file as memory, unless the file system refuses that."""
@@ -195,7 +210,8 @@ class Segment:
           dead: which do not, if not those that are dead now.
 
         Returns:
-          Their numbers, int64 [n], and they, int32 [n, words].
+          Their numbers, int64 [n], and they, int32 [n, words]; checksums are as in the
+          file, whatever the changes.
 
         Raises:
           CorruptSegmentError: for a record that is cut off or changed.
@@ -212,7 +228,7 @@ class Segment:
         bad = verify(records)
         if bad >= 0:
             self.fail(int(numbers[live][bad]), "has changed")
-        return numbers[live], records
+        return numbers[live], self._changed(records)
 
     def facts(self, table: int) -> Iterator[tuple[np.ndarray, Facts]]:
         """Numbers, int64 [n], of the live records of a table, and what is known of

@@ -100,7 +100,9 @@ class TableSpec:
         its budgets; `device_rows` is per slab.
       on_evict: called with each part of the rows that leave, `f(table name, keys, uint64
         [n], rows, [n, dim], row_state, a list of [n, ...])`, before the step at which
-        they are gone. It must not raise.
+        they are gone. If it raises an error the step is not made, and nothing has changed:
+        all rows that leave before that step are still there. They are given again, from
+        the first, when that batch or a later one is stepped on, so it may get a row twice.
 
     Example:
       >>> TableSpec("item", dim=16, capacity=1_000_000).placement

@@ -66,6 +66,10 @@ class Storage:
         read about three times as fast while the system has it in its cache. What is there
         counts as memory of this process (RSS), though the system takes it back at need.
         None for a tenth of `host_bytes`.
+      merge_rate: bytes per second, such as "100MB", that merging files in the background
+        reads and writes at most, so that it leaves the disk to look-ups; None for as fast
+        as it can. Files take more room meanwhile; once they take twice what lives in them,
+        and where somebody waits for a merge, it goes as fast as it can.
       keep: which rows stay on the devices when others must come: those used most often
         lately, "lfu", or those used last, "lru".
 
@@ -79,6 +83,7 @@ class Storage:
     disk: str | os.PathLike | None = None
     disk_bytes: int | str | None = None
     map_bytes: int | str | None = None
+    merge_rate: int | str | None = None
     keep: Keep = "lfu"
 
     def __post_init__(self):
@@ -90,7 +95,7 @@ class Storage:
                 f"`disk` is for the rows that RAM does not hold, got {str(self.disk)!r} and"
                 " no `host_bytes`. Say how much RAM, such as host_bytes='8GB'"
             )
-        for name in ("disk_bytes", "map_bytes"):
+        for name in ("disk_bytes", "map_bytes", "merge_rate"):
             value = getattr(self, name)
             if value is None:
                 continue

@@ -447,6 +447,39 @@ class Tier:
             records[at] = self.host.read(rows[n], owners[n], self._flying)
         return slots, elsewhere, records
 
+    def facts(
+        self, table: int, keys: np.ndarray, where: np.ndarray, owners: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What is known of rows that there are, with the batches that wait.
+
+        Args:
+          table, keys, where, owners: as of `locate`.
+
+        Returns:
+          Their last steps, int32 [n], and tallies, uint32 [n].
+        """
+        last_steps, tallies = np.zeros(len(keys), np.int32), np.zeros(len(keys), "u4")
+        on_device = np.flatnonzero((where >= 0) & (where < int(HOST)))
+        known = self.residents.slots[owners[on_device], where[on_device]]
+        last_steps[on_device], tallies[on_device] = known["last_step"], known["tally"]
+        in_ram = np.flatnonzero(where >= int(HOST))
+        if len(in_ram):
+            assert self.host is not None
+            known = self.host.headers[where[in_ram] - int(HOST)]
+            last_steps[in_ram], tallies[in_ram] = known["last_step"], known["tally"]
+        unknown = where < 0
+        for evicted in reversed(self.departures.not_gone()):
+            at, found = _find(table, keys, evicted.tables, evicted.keys)
+            last_steps[at] = evicted.last_steps[found]
+            tallies[at] = evicted.tallies[found]
+            unknown[at] = False
+        if self.disk is not None and unknown.any():
+            at = np.flatnonzero(unknown)
+            found = self.disk.read(keys[at], np.full(len(at), table, np.int32))
+            last_steps[at[found.mask]] = found.last_step[found.mask]
+            tallies[at[found.mask]] = found.tallies[found.mask]
+        return last_steps, tallies
+
     @property
     def row_words(self) -> int:
         """Words of a record that are the row's own numbers."""

@@ -14,13 +14,14 @@ from shardjax.zero.plan import (
 )
 from shardjax.zero.report import (
     MemoryEstimate as MemoryEstimate,
-    WireBytes as WireBytes,
+    WirePrediction as WirePrediction,
     estimate_memory as estimate_memory,
     explain as explain,
     predict_wire_bytes as predict_wire_bytes,
 )
 from shardjax.zero.step import (
     ZeroState as ZeroState,
+    abstract_state as abstract_state,
     apply_update as apply_update,
     init_state as init_state,
     make_step as make_step,

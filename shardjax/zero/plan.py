@@ -31,7 +31,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from shardjax.mesh import DATA_AXIS
+from shardjax.mesh import DATA_AXIS, make_mesh
 from shardjax.partition import (
     Rules,
     check_specs,
@@ -140,7 +140,7 @@ def plan_zero(
       abstract_params: the parameters or their shapes (`jax.eval_shape`); any tree of
         arrays. Leaves that are no floats are kept as they are and not trained.
       tx: the optimizer, any optax transformation.
-      mesh: of `shardjax.make_mesh`.
+      mesh: of `shardjax.make_mesh`; one with Explicit axes is made anew with Auto ones.
       stage: 0, 1, 2 or 3.
       rules: ordered pairs of a pattern for paths and a PartitionSpec, for tensor
         parallelism: axes besides `axes`. A rule may also name all of `axes` in one dim, to
@@ -171,7 +171,7 @@ def plan_zero(
         raise ValueError(f"`min_bytes` must not be negative, got {min_bytes}")
     if tolerance is not None and not 0 <= tolerance <= 1:
         raise ValueError(f"`tolerance` must be in [0, 1] or None, got {tolerance}")
-    axes = tuple(axes)
+    mesh, axes = make_mesh(mesh), tuple(axes)
     unknown = [axis for axis in axes if axis not in mesh.shape]
     if unknown or not axes:
         raise ValueError(

@@ -35,7 +35,7 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True)
-class WireBytes:
+class WirePrediction:
     """Bytes that each device sends in a step, by collective, as on a ring.
 
     A ring of n devices sends (n - 1) / n of an array to gather it or to scatter its sum, and
@@ -82,7 +82,7 @@ def estimate_memory(plan: ZeroPlan) -> MemoryEstimate:
 
 def predict_wire_bytes(
     plan: ZeroPlan, microbatches: int = 1, gathers: int = 2
-) -> WireBytes:
+) -> WirePrediction:
     """Bytes that each device sends for gradients and parameters in one step.
 
     Those of tensor parallelism, which depend on the activations, are not counted, nor the
@@ -111,7 +111,7 @@ def predict_wire_bytes(
             scatter += ring * summed * (microbatches if plan.stage == 2 else 1)
             compute = plan.precision.compute if plan.stage == 3 else None
             gather += ring * _wire_size(plan, leaf, compute or leaf.dtype)
-    return WireBytes(reduce, scatter, gather)
+    return WirePrediction(reduce, scatter, gather)
 
 
 def explain(plan: ZeroPlan, microbatches: int = 1) -> str:

@@ -56,6 +56,28 @@ def state_shardings(plan: ZeroPlan) -> ZeroState:
     )
 
 
+def abstract_state(plan: ZeroPlan) -> ZeroState:
+    """Shapes, dtypes and shardings of the state, to compile a step for without any data.
+
+    Example:
+      >>> import numpy as np, shardjax as sj
+      >>> from shardjax import zero
+      >>> params, tx = {"w": np.ones((8, 2), np.float32)}, optax.adam(1e-3)
+      >>> plan = zero.plan_zero(params, tx, sj.make_mesh("1x1"), 2)
+      >>> zero.abstract_state(plan).params["w"].shape
+      (8, 2)
+    """
+    params = plan.tree(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in plan.leaves)
+    scale = jax.eval_shape(lambda: init_scale(plan.precision.scaling))
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    shapes = ZeroState(step, params, plan.abstract_opt_state, scale)
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        state_shardings(plan),
+    )
+
+
 def init_state(
     params: PyTree, tx: optax.GradientTransformation, plan: ZeroPlan
 ) -> ZeroState:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from shardjax.embed.disk_rows import DiskBudget, DiskFolder, DiskRows
+from shardjax.embed.rate import Rate
 from shardjax.embed.segments import CorruptSegmentError, Segment
 from tests.embed.reference import unmix64
 
@@ -286,6 +287,99 @@ def test_compaction_notices_a_changed_record_and_says_so_next_time(disk):
         disk.wait()
 
 
+def test_changes_of_tallies_are_made_when_records_are_read(disk):
+    """And written to the files with the next merge, after 16 at the latest."""
+    tables = (np.arange(300) % 2).astype(np.int32)
+    keys = u64(range(300))
+    add(disk, range(300), tables)
+    before = disk.read(keys, tables).tallies.astype(np.int64)
+    for n in range(1, 16):
+        disk.change(0, lambda tallies: tallies // np.uint32(2))
+        expected = np.where(tables == 0, before >> n, before)
+        np.testing.assert_array_equal(disk.read(keys, tables).tallies, expected)
+        assert disk.compactions == 0
+        for table in (0, 1):
+            [(numbers, tallies)] = [(k, t) for k, _, t in disk.facts(table)]
+            np.testing.assert_array_equal(tallies, expected[numbers.astype(int)])
+    disk.change(1, lambda tallies: tallies - np.uint32(1))
+    disk.wait()
+    assert disk.compactions == 1 and not disk.segments[0].changes
+    expected = np.where(tables == 0, before >> 15, before - 1)
+    found = disk.take(keys, tables)
+    np.testing.assert_array_equal(found.tallies, expected)
+    np.testing.assert_array_equal(found.rows, row_of(keys, tables, 0)[2])
+
+
+class Clock:
+    """Time that passes while somebody sleeps."""
+
+    def __init__(self):
+        self.now = 100.0
+        self.slept = []
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def test_a_rate_is_kept_to_and_time_without_work_is_not_saved_up():
+    clock = Clock()
+    rate = Rate(100, clock)
+    assert rate.block_bytes == 10
+    for size in (10, 30):
+        rate.spend(size, clock.sleep)
+    clock.now += 50
+    rate.spend(10, clock.sleep)
+    assert clock.slept == pytest.approx([0.1, 0.3, 0.1])
+    rate.spend(10, lambda seconds: None)  # two threads, at once
+    rate.spend(10, clock.sleep)
+    assert clock.slept[-1] == pytest.approx(0.2)
+
+
+def test_a_merge_in_the_background_keeps_to_its_rate(folder):
+    clock = Clock()
+    rate = Rate(20_000, clock)
+    budget = DiskBudget(folder, merge_rate=rate)
+    disk = DiskRows(budget, "group0", WORDS)
+    disk._hurry.wait = clock.sleep
+    for n in range(6):
+        add(disk, range(100 * n, 100 * n + 100))
+    assert disk._compacting is None and not clock.slept
+    add(disk, range(600, 700))  # the seventh small file
+    disk._compacting.result(60)
+    size = 7 * 100 * 4 * (6 + WORDS)
+    assert disk.compactions == 1 and [s.count for s in disk.segments] == [700]
+    assert clock.now - 100 == pytest.approx(2 * size / 20_000)  # read and written
+    assert len(clock.slept) > 20 and max(clock.slept) <= 0.15  # blocks of 2 kB
+    keys, tables = u64(range(700)), np.zeros(700, np.int32)
+    check(disk.read(keys, tables), keys, tables, 0, np.ones(700, bool))
+    disk.close()
+
+
+@pytest.mark.parametrize("end", ["wait", "close", "add"])
+def test_a_merge_that_somebody_waits_for_hurries(folder, end):
+    """At its rate it would take a day."""
+    budget = DiskBudget(folder, merge_rate=Rate(1))
+    disk = DiskRows(budget, "group0", WORDS, merge_bytes=1 << 15)
+    for n in range(7):
+        add(disk, range(100 * n, 100 * n + 100))
+    assert disk._compacting is not None and not disk._compacting.done()
+    merge = disk._compacting
+    if end == "add":  # once the files take twice what lives
+        disk.take(u64(range(650)), np.zeros(650, np.int32))
+        add(disk, range(700, 1000))
+        add(disk, range(1000, 1300))
+        disk.take(u64(range(700, 1250)), np.zeros(550, np.int32))
+        add(disk, range(2000, 2100))
+    else:
+        getattr(disk, end)()
+    assert merge.done() and disk.compactions > 0
+    disk.close()
+
+
 def test_a_full_disk_loses_nothing(disk, monkeypatch):
     add(disk, range(100))
     write = os.write
@@ -351,7 +445,7 @@ def test_a_folder_that_nobody_closed_is_free_again(tmp_path):
     DiskFolder(tmp_path)
     for _ in range(2):
         again = DiskFolder(tmp_path)
-        with pytest.raises(BlockingIOError, match="in use by process"):
+        with pytest.raises(BlockingIOError, match="in use by this very process: an"):
             DiskFolder(tmp_path)
         again.close()
 

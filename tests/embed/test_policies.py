@@ -542,57 +542,6 @@ def test_evaluation_keeps_no_row_alive(policy, gone_at):
         assert plan.counters["unseen"] == (3 if step >= gone_at else 0), step
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_any_sequence_of_uses_loads_departures_and_merges_keeps_rows(seed, tmp_path):
-    """Two collections, one with tiers, told the same: they have the same rows."""
-    rng = np.random.default_rng(seed)
-    policies = {
-        "evict": (LRU(rows=40, every=9), TTL(30, every=7)),
-        "admit": MinCount(2),
-    }
-    storage = Storage(device_rows=16, host_bytes="1KB", disk=tmp_path / "rows")
-    both = [
-        collection_of(where, "1x1", initializer=uniform(1.0), **policies)
-        for where in (None, storage)
-    ]
-    disk = both[1].planner.tiers[0].disk
-    disk._merge_bytes = 1 << 12
-    states = [c.init() for c in both]
-    for _ in range(120):
-        what = rng.choice(["use"] * 6 + ["load", "shrink", "merge", "abandon", "look"])
-        keys = rng.integers(0, 90, (3, rng.integers(1, 8)))
-        for i, collection in enumerate(both):
-            if what == "use":
-                window = [({"item": k}, len(k)) for k in keys]
-                for plan in list(collection.plan_window(window)):
-                    states[i] = collection.apply_fills(states[i], plan)
-            elif what == "load":
-                own = np.unique(keys[0])
-                values = np.repeat(own[:, None] / 7 + seed, 4, 1).astype(np.float32)
-                states[i] = collection.load_rows(states[i], "item", own, values)
-            elif what == "shrink":
-                collection.shrink()
-            elif what == "merge" and disk.segments and i:
-                disk.wait()
-                disk._compact(list(disk.segments))
-            elif what == "abandon":
-                collection.plan({"item": keys[0]}, len(keys[0]), train=True)
-        if what == "look":
-            ours, theirs = (
-                c.lookup_rows(s, "item", np.arange(90))
-                for c, s in zip(both, states, strict=True)
-            )
-            np.testing.assert_array_equal(ours["found"], theirs["found"])
-            np.testing.assert_array_equal(ours["rows"], theirs["rows"])
-            held = [np.sort(c.keys("item")).tolist() for c in both]
-            assert held[0] == held[1] == np.flatnonzero(ours["found"]).tolist()
-            stats = [c.stats()["group0"] for c in both]
-            assert stats[0]["rows"] == stats[1]["rows"]
-            assert stats[0]["leaving_rows"] == stats[1]["leaving_rows"]
-    assert disk.compactions > 3 and both[1].stats()["group0"]["disk_rows"] > 0
-    both[1].close()
-
-
 @pytest.mark.parametrize("storage", list(STORAGES))
 def test_rows_about_to_leave_are_read_by_all_until_they_are_gone(storage, tmp_path):
     more = storage_of(storage, tmp_path)
@@ -604,7 +553,7 @@ def test_rows_about_to_leave_are_read_by_all_until_they_are_gone(storage, tmp_pa
     assert found["found"].all() and found["rows"].any(1).all()
     plan = collection.plan({"item": keys}, 9, train=False)
     assert plan.counters["unseen"] == 0
-    exported = np.concatenate([k for k, _ in collection.export(state, "item")])
+    exported = np.concatenate([p.keys for p in collection.export(state, "item")])
     assert sorted(exported.tolist()) == keys.tolist()
     state, _ = train_on(collection, state, [20])
     assert len(collection.keys("item")) == 3
@@ -617,7 +566,7 @@ def test_rows_that_come_and_leave_in_plans_that_wait_are_not_there_yet():
     for key in range(1, 6):
         collection.plan({"item": np.array([key])}, 1, train=True)
     assert collection.keys("item").tolist() == [100]
-    assert [k.tolist() for k, _ in collection.export(state, "item")] == [[100]]
+    assert [p.keys.tolist() for p in collection.export(state, "item")] == [[100]]
     assert keys_of(collection) == 1
 
 

@@ -410,6 +410,11 @@ def test_a_full_disk_is_an_error_and_loses_no_row(tmp_path, monkeypatch):
         ({"host_bytes": 0}, "`host_bytes` must be positive, got 0"),
         ({"host_bytes": "8 apples"}, "`host_bytes` must be a number and a unit"),
         ({"host_bytes": -5}, "`host_bytes` must be positive, got -5"),
+        ({"merge_rate": 0}, "`merge_rate` must be positive, got 0"),
+        (
+            {"merge_rate": "9MB"},
+            "`merge_rate` is about the files in `disk`, got 9000000",
+        ),
     ],
 )
 def test_bad_budgets_are_refused(values, message):
@@ -443,7 +448,7 @@ def test_a_closed_collection_leaves_the_folder_to_others(tmp_path):
     storage = Storage(device_rows=320, host_bytes="45KB", disk=tmp_path)
     first = Run("1x1", "adam", storage)
     first.train(batches(30, keys=1500))
-    with pytest.raises(BlockingIOError, match="in use by process"):
+    with pytest.raises(BlockingIOError, match="this very process.*Call its `close`"):
         Run("1x1", "adam", storage)
     assert list(tmp_path.glob("*rows"))
     for _ in range(2):
@@ -472,9 +477,9 @@ def test_rows_are_loaded_and_exported(mesh, where, tmp_path):
         if x.ndim and len(x) == KEYS and x.dtype != bool:
             np.testing.assert_array_equal(x[: KEYS // 2], y[: KEYS // 2])
     exported = {}
-    for part, rows in run.collection.export(run.state.tables, "item", chunk=700):
-        assert len(part) <= 700
-        exported |= dict(zip(part.tolist(), rows, strict=True))
+    for part in run.collection.export(run.state.tables, "item", chunk=700):
+        assert len(part.keys) <= 700
+        exported |= dict(zip(part.keys.tolist(), part.rows, strict=True))
     np.testing.assert_array_equal([exported[int(k)] for k in keys], values)
     stats = run.collection.stats()["group0"]
     users = len(run.collection.keys("user"))
@@ -581,6 +586,41 @@ def test_threads_copy_the_same_rows():
     np.testing.assert_array_equal(found[0], found[1])
     assert len(np.unique(found[0][:, 0])) > 26_000
     gc.collect()  # ends its threads
+
+
+@pytest.mark.parametrize("call", ["lookup_rows", "export", "load_rows", "apply_fills"])
+def test_a_training_state_is_not_the_state_of_the_tables(call):
+    run = Run("1x1", "sgd")
+    plan = train.prepare(run.collection, batches(1)[0], train=True).plan
+    more = {
+        "lookup_rows": ("item", np.arange(3)),
+        "export": ("item",),
+        "load_rows": ("item", np.arange(3), np.ones((3, 4))),
+        "apply_fills": (plan,),
+    }[call]
+    message = r"tuple of 1 SlabState .* got a TrainState\. .*give `state\.tables`"
+    with pytest.raises(TypeError, match=message):
+        getattr(run.collection, call)(run.state, *more)
+    run.step(run.state, train.prepare(run.collection, batches(1)[0], train=True))
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_loader_and_a_map_that_do_not_fit_say_so(window):
+    run = Run("1x1", "sgd")
+
+    def one(batch):
+        return train.prepare(run.collection, batch, train=True)
+
+    def many(batches):
+        return train.prepare_window(run.collection, batches)
+
+    if window is None:
+        map, message = many, "`prepare_window` takes a list .* one Batch.*`prepare`"
+    else:
+        map, message = one, "`prepare` takes one batch, got a list.*`prepare_window`"
+    loader = Loader(Chunks(batches(3)), BATCH, map=map, window=window)
+    with pytest.raises(TypeError, match=message):
+        next(iter(loader))
 
 
 def test_a_closed_collection_says_so(tmp_path):

@@ -2,6 +2,10 @@
 
 200 steps; the devices hold 5 % of the rows that are touched, RAM 20 %, the disk the rest. With
 delays in every tier, segments merged all the time, and evaluation in between.
+
+A usual run has half of the combinations of mesh, optimizer and look-ahead. All 36:
+
+    python -m pytest tests/embed/test_tiers_at_length.py --all-lengths
 """
 
 import functools
@@ -73,16 +77,35 @@ def slow_tiers(monkeypatch):
     monkeypatch.setattr(WriteBack, "has_arrived", late)
 
 
-# every K with every mesh and every optimizer
-CASES = [
-    (mesh, optimizer, (1, 2, 7, 50)[(m + o + more) % 4])
-    for m, mesh in enumerate(("1x1", "8x1", "4x2"))
-    for o, optimizer in enumerate(OPTIMIZERS)
-    for more in (0, 2)
-]
+LOOKAHEADS = (1, 2, 7, 50)
 
 
-@pytest.mark.parametrize(("mesh", "optimizer", "lookahead"), CASES)
+def cases(everything: bool) -> list[tuple[str, str, int]]:
+    """Each look-ahead with each mesh and each optimizer: all of them, or half."""
+    return [
+        (mesh, optimizer, LOOKAHEADS[(m + o + more) % 4])
+        for m, mesh in enumerate(("1x1", "8x1", "4x2"))
+        for o, optimizer in enumerate(OPTIMIZERS)
+        for more in (range(4) if everything else (0, 2))
+    ]
+
+
+def pytest_generate_tests(metafunc):
+    """Gives the long runs their combinations, all if `--all-lengths` asks for them."""
+    names = ("mesh", "optimizer", "lookahead")
+    if set(names) <= set(metafunc.fixturenames):
+        metafunc.parametrize(names, cases(metafunc.config.getoption("--all-lengths")))
+
+
+def test_half_of_the_combinations_have_each_look_ahead_with_each_mesh_and_optimizer():
+    half, everything = cases(False), cases(True)
+    assert (len(half), len(set(everything))) == (18, 36)
+    assert set(half) < set(everything)
+    for place in (0, 1):
+        pairs = {(x[place], x[2]) for x in half}
+        assert len(pairs) == 12
+
+
 def test_tiers_change_no_bit(mesh, optimizer, lookahead, slow_tiers, tmp_path):
     plain, seen = reference(mesh, optimizer)
     touched = sum(s["rows"] for s in plain.collection.stats().values())

@@ -1,0 +1,31 @@
+"""Rows of a table on the host, with all that is known of them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class TableRows:
+    """Some rows of one table, copied to the host.
+
+    What is known of them beside their numbers is what the policies of the table go by. It
+    is kept for tables with an `evict` or a storage, and for those that share their slab;
+    for others it is None. Batches that are planned ahead count already: export between two
+    loops for what has been trained alone.
+
+    Attributes:
+      keys: uint64 [n].
+      rows: [n, dim], of the table's dtype.
+      row_state: leaves of the optimizer's state, [n, ...] each.
+      last_step: int32 [n], the last step that uses each row, from 1.
+      uses: uint32 [n], how many steps do; None for a table with the policy ShowClick.
+      scores: float64 [n], of shows and clicks, decayed; None without that policy.
+    """
+
+    keys: np.ndarray
+    rows: np.ndarray
+    row_state: list[np.ndarray]
+    last_step: np.ndarray | None = None
+    uses: np.ndarray | None = None
+    scores: np.ndarray | None = None
