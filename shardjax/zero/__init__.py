@@ -6,7 +6,9 @@ and `make_step` the training step of any loss.
 
 from shardjax.sharded import gather as gather
 from shardjax.zero.gradients import Loss as Loss, make_gradients as make_gradients
+from shardjax.zero.piecewise import PiecewiseError as PiecewiseError
 from shardjax.zero.plan import (
+    OFFLOADS as OFFLOADS,
     STAGES as STAGES,
     LeafPlan as LeafPlan,
     ZeroPlan as ZeroPlan,
@@ -25,4 +27,5 @@ from shardjax.zero.step import (
     apply_update as apply_update,
     init_state as init_state,
     make_step as make_step,
+    place_state as place_state,
 )
