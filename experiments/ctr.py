@@ -25,6 +25,7 @@ import shardjax as sj
 from experiments import config as configs
 from experiments.data import DataConfig, Opened, open_data
 from experiments.optimizers import ROW_OPTIMIZERS as ROW_OPTIMIZERS, OptimConfig
+from experiments.output import claim, finite, open_writers, write_result
 from experiments.storage import AdmitConfig, EvictConfig, StorageConfig
 from experiments.tiers import tier_rates, tier_sizes
 from shardjax import embed, metrics, models, plots, train, writers
@@ -154,7 +155,7 @@ def main(config: Config) -> dict[str, Any]:
         "model": config.model.name,
         "rows": data.train_rows,
     }
-    with open_writers(config) as writer:
+    with open_writers(config.out, config) as writer:
         run = Run(config, collection, state, step, pace, loader, writer, steps)
         result |= run.loop()
         state = run.state
@@ -169,12 +170,9 @@ def main(config: Config) -> dict[str, Any]:
     result = finite(result)
     result["seconds"] = round(time.perf_counter() - started, 2)
     if config.out is not None:
-        plots.curves(config.out / "curves.png", rows)
+        write_result(config.out, result, rows, ("loss", "auc"))
         if config.storage.device_rows is not None:
             plots.tiers(config.out / "tiers.png", rows)
-        (config.out / "result.json").write_text(
-            json.dumps(result, indent=2, allow_nan=False) + "\n"
-        )
     return result
 
 
@@ -193,14 +191,6 @@ def checked(batch: Batch) -> Batch:
             " --data.label-threshold"
         )
     return batch
-
-
-def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with None, JSON's null, for numbers that are not finite."""
-    return {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v
-        for k, v in values.items()
-    }
 
 
 def total_steps(config: Config, rows: int) -> int:
@@ -381,31 +371,6 @@ def evaluate(config, data: Opened, collection, state, step, users) -> dict[str, 
     result["eval/unseen"] = counters.get("unseen", 0)
     result |= {f"bayes/{k}": v for k, v in data.bayes().items()}
     return result
-
-
-def claim(out: Path) -> None:
-    """Makes the folder of a run's files, or refuses one that has a run in it."""
-    if out.exists() and not out.is_dir():
-        raise FileExistsError(f"`out` must be a folder, and {str(out)!r} is a file")
-    if (out / "config.json").exists():
-        raise FileExistsError(
-            f"`out` {str(out)!r} has a run in it already. Give another folder, or remove it"
-        )
-    out.mkdir(parents=True, exist_ok=True)
-
-
-def open_writers(config: Config) -> writers.MultiWriter:
-    """Writers of the run's metrics; `--out` makes the files."""
-    if config.out is None:
-        return writers.MultiWriter([])
-    resolved = json.dumps(configs.to_dict(config), indent=2, default=str)
-    (config.out / "config.json").write_text(resolved + "\n")
-    return writers.MultiWriter(
-        [
-            writers.JsonlWriter(config.out / "metrics.jsonl", mode="create"),
-            writers.TensorBoardWriter(config.out),
-        ]
-    )
 
 
 def from_anything(values: dict[str, Any]) -> Config:

@@ -43,6 +43,7 @@ from shardjax.state import (
     TrainState as TrainState,
     compute_metrics as compute_metrics,
     init_state as init_state,
+    plan_network as plan_network,
     stack_metrics as stack_metrics,
 )
 from shardjax.train import (

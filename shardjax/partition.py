@@ -15,7 +15,7 @@ The path of a leaf joins its keys by `/`, for example ``bottom/layers/0/kernel/v
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -174,6 +174,19 @@ def leaf_path(path: Sequence) -> str:
       ['a/0', 'a/1']
     """
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def make_spec(entries: Iterable) -> PartitionSpec:
+    """A spec of these entries, without the trailing None that compilers leave out too.
+
+    Example:
+      >>> make_spec([None, "data", None]), make_spec([None, None])
+      (P(None, 'data'), P())
+    """
+    entries = list(entries)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 def entry_axes(entry) -> tuple[str, ...]:

@@ -78,6 +78,12 @@ class Precision:
                     " bfloat16"
                 )
 
+    def cast(self, tree: PyTree) -> PyTree:
+        """A tree of float arrays in the dtype to compute in."""
+        if self.compute is None:
+            return tree
+        return jax.tree.map(lambda x: x.astype(self.compute), tree)
+
     @classmethod
     def parse(cls, text: "str | Precision") -> "Precision":
         """Reads a name: "f32", "bf16", or "f16" with a scaled loss.

@@ -93,7 +93,8 @@ def gather_part(spec: PartSpec, local: jax.Array) -> jax.Array:
     def whole(x):
         return jax.lax.all_gather(x, spec.axes, axis=x.ndim + spec.dim, tiled=True)
 
-    return over_auto_axes(whole, spec.auto, spec.auto_axes, local.ndim)(local)
+    specs = [_auto_spec(spec.auto, local.ndim)]
+    return over_auto_axes(lambda x: (whole(x),), specs, spec.auto_axes)(local)[0]
 
 
 def scatter_sum(
@@ -114,24 +115,29 @@ def scatter_sum(
     def scatter(x):
         return jax.lax.psum_scatter(x, axes, scatter_dimension=x.ndim + dim, tiled=True)
 
-    return over_auto_axes(scatter, auto, auto_axes, whole.ndim)(whole)
+    specs = [_auto_spec(auto, whole.ndim)]
+    return over_auto_axes(lambda x: (scatter(x),), specs, auto_axes)(whole)[0]
 
 
-def over_auto_axes(fn, auto, auto_axes, ndim: int):
-    """`fn` of one array of `ndim` dims, made manual over the remaining mesh axes too.
+def over_auto_axes(fn, specs, auto_axes):
+    """`fn` of arrays with these specs, made manual over the remaining mesh axes too.
 
     A collective over some axes of what the compiler has split over others would first
-    gather it over those.
+    gather it over those. The results have the specs of the arguments.
     """
     if not auto_axes:
         return fn
+    specs = tuple(specs)
+    return jax.shard_map(
+        fn, axis_names=set(auto_axes), in_specs=specs, out_specs=specs, check_vma=False
+    )
+
+
+def _auto_spec(auto, ndim: int) -> jax.P:
     entries: list[Any] = [None] * ndim
     for dim, axes in auto:
         entries[dim] = axes
-    spec = jax.P(*entries)
-    return jax.shard_map(
-        fn, axis_names=set(auto_axes), in_specs=spec, out_specs=spec, check_vma=False
-    )
+    return jax.P(*entries)
 
 
 def _gather_forward(spec, local):

@@ -12,6 +12,8 @@ import optax
 from shardjax.embed import EmbeddingCollection, EmbeddingState
 from shardjax.metrics import Metric, merge_stacked
 from shardjax.network import Network
+from shardjax.precision import LossScale, Precision
+from shardjax.zero import ZeroPlan, init_state as init_dense, plan_zero
 
 
 @jax.tree_util.register_dataclass
@@ -20,9 +22,10 @@ class TrainState:
     """Everything a training step changes. Donated to the step: keep no old one."""
 
     step: jax.Array  # int32 [], steps taken; on all devices
-    params: Any  # the network's, on all devices
+    params: Any  # the network's, as the plan says; without one, on all devices
     model_state: Any  # batch statistics, dropout keys; on all devices
-    opt_state: Any  # optax state of params, on all devices
+    opt_state: Any  # optax state of params, as the plan says
+    loss_scale: LossScale | None  # where the loss is scaled; on all devices
     tables: EmbeddingState  # slabs; see shardjax.embed.SlabState
     metrics: dict[str, Metric]  # [devices, ...] each leaf, over all mesh axes
 
@@ -54,11 +57,56 @@ def compute_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
     }
 
 
+def plan_network(
+    network: Network,
+    tx: optax.GradientTransformation,
+    collection: EmbeddingCollection,
+    stage: int = 0,
+    *,
+    min_bytes: int = 4096,
+    precision: Precision | str = "f32",
+    tolerance: float | None = None,
+) -> ZeroPlan:
+    """Plans where the parameters of a network lie: ZeRO over all devices of the tables.
+
+    Give the plan to `init_state` and to `make_train_step`.
+
+    Args:
+      network: whose parameters.
+      tx: their optimizer.
+      collection: the tables, each device of which trains on its own examples.
+      stage, min_bytes, precision, tolerance: as of `shardjax.zero.plan_zero`.
+
+    Example:
+      >>> import optax, shardjax as sj
+      >>> from flax import nnx
+      >>> item = sj.embed.TableSpec("item", dim=4, optimizer=optax.sgd(0.1))
+      >>> tables = sj.embed.EmbeddingCollection(
+      ...   {"item": sj.embed.FeatureSpec(item)}, mesh=sj.make_mesh("1x1"))
+      >>> network = sj.from_nnx(sj.models.LogisticRegression(
+      ...   features=("item",), n_dense=3, dim=4, rngs=nnx.Rngs(0)))
+      >>> plan_network(network, optax.adam(1e-3), tables, 2).stage
+      2
+    """
+    return plan_zero(
+        network.params,
+        tx,
+        collection.mesh,
+        stage,
+        axes=collection.axes,
+        min_bytes=min_bytes,
+        precision=precision,
+        tolerance=tolerance,
+    )
+
+
 def init_state(
     network: Network,
     tx: optax.GradientTransformation,
     collection: EmbeddingCollection,
     metrics: Mapping[str, Metric] | None = None,
+    *,
+    zero: ZeroPlan | None = None,
 ) -> TrainState:
     """The state before the first step, on the collection's mesh.
 
@@ -67,8 +115,11 @@ def init_state(
       tx: optimizer of the parameters, any optax transformation.
       collection: the tables.
       metrics: of training, by name.
+      zero: of `plan_network`: how parameters and optimizer state are split; None for all
+        on every device.
     """
     mesh = collection.mesh
+    plan = zero or plan_network(network, tx, collection)
     everywhere = jax.NamedSharding(mesh, jax.P())
 
     def copy(tree):
@@ -77,12 +128,13 @@ def init_state(
             tree
         )
 
-    params = copy(network.params)
+    dense = init_dense(network.params, tx, plan)
     return TrainState(
-        step=jax.device_put(jnp.zeros([], jnp.int32), everywhere),
-        params=params,
+        step=dense.step,
+        params=dense.params,
         model_state=copy(network.state),
-        opt_state=jax.jit(tx.init, out_shardings=everywhere)(params),
+        opt_state=dense.opt_state,
+        loss_scale=dense.loss_scale,
         tables=collection.init(),
         metrics=stack_metrics(metrics or {}, mesh),
     )

@@ -4,7 +4,8 @@ A step is one jitted function. Inside `jax.shard_map` every device gathers its u
 rows, exchanges them, runs the user's model on its examples and differentiates with
 respect to (params, rows); gradients of params are summed over the devices, gradients of
 rows go back to their owners and are applied there. The optimizer of the parameters runs
-outside shard_map, in the same jit. The whole state is donated.
+outside shard_map, in the same jit, on the parts that a `shardjax.zero` plan gives each
+device. The whole state is donated.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +24,19 @@ from shardjax.embed.plan import Plan
 from shardjax.metrics import Metric
 from shardjax.network import Network
 from shardjax.pacing import Pace
-from shardjax.state import TrainState, stack_metrics
+from shardjax.precision import all_finite, next_scale
+from shardjax.state import TrainState, plan_network, stack_metrics
+from shardjax.zero import ZeroPlan, apply_update
+from shardjax.zero.exchange import (
+    in_compute_dtype,
+    in_param_dtype,
+    manual_specs,
+    params_for_loss,
+    scatter_gradients,
+    sum_whole_gradients,
+    trained_leaves,
+)
+from shardjax.zero.step import check_placed
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -239,6 +252,7 @@ def make_train_step(
     predict: Callable[[jax.Array], jax.Array] = jax.nn.sigmoid,
     microbatch_size: int | None = None,
     pace: Pace | None = None,
+    zero: ZeroPlan | None = None,
 ) -> Callable[[TrainState, PreparedBatch], tuple[TrainState, dict[str, jax.Array]]]:
     """Makes the training step.
 
@@ -259,49 +273,76 @@ def make_train_step(
         activations in cache.
       pace: keeps the step from running too far ahead of the devices, and notes when they
         have nothing to do; None for one of its own.
+      zero: of `shardjax.plan_network`: how the network's parameters, gradients and
+        optimizer state are split over the devices, and the dtypes to compute in. None for
+        all of them on every device, in float32. The state must be of the same plan.
 
     Returns:
-      `step(state, batch) -> (state, {"loss": float32 []})`. `state` is donated.
+      `step(state, batch) -> (state, {"loss": float32 []})`. `state` is donated. Where the
+      plan scales the loss, also `loss_scale` and `skipped`: a step in which a gradient
+      overflows moves neither parameters nor rows.
     """
     if microbatch_size is not None and microbatch_size < 1:
         raise ValueError(f"`microbatch_size` must be positive, got {microbatch_size}")
     mesh, axes = collection.mesh, collection.axes
+    plan = zero or plan_network(network, tx, collection)
+    precision = plan.precision
+    param_specs, grad_specs = manual_specs(plan)
 
-    def local_step(params, model_state, tables, metrics, packed, *, layout):
+    def local_step(params, model_state, tables, metrics, packed, loss_scale, *, layout):
         arrays = layout.unpack(packed[0])
         rows = collection.gather_rows(tables, arrays)
         total = jax.lax.psum(jnp.sum(arrays["weights"]), axes)
         scale = jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
+        params = params_for_loss(plan, params)
 
         def embed(rows):
             return collection.embed(rows, arrays, layout)
 
-        def loss_of(params, blocks, model_state, dense, labels, weights, masks):
+        def loss_of(trained, blocks, model_state, dense, labels, weights, masks):
+            whole = plan.tree(in_compute_dtype(plan, trained, params))
+            blocks, dense = precision.cast((blocks, dense))
             embeddings = split_features(layout, blocks, masks)
             logits, new_state = network.apply(
-                params, model_state, dense, embeddings, train=True
+                whole, model_state, dense, embeddings, train=True
             )
             logits = _finish_logits(logits, len(labels))
             losses = _losses(loss, logits, labels, weights)
-            return jnp.sum(weights * losses) * scale, (logits, losses, new_state)
+            value = jnp.sum(weights * losses) * scale
+            scaled = value if loss_scale is None else value * loss_scale
+            return scaled, (value, logits, losses, new_state)
 
-        grad_of = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
+        def grad_of(*args):
+            both = jax.grad(loss_of, argnums=(0, 1), has_aux=True)
+            (grads, block_grads), aux = both(*args)
+            return (in_param_dtype(plan, grads), block_grads), aux
+
         blocks, pull = jax.vjp(embed, rows)
         masks = sequence_masks(layout, arrays)
         value, grads, block_grads, aux = _in_microbatches(
             grad_of,
             microbatch_size,
-            params,
+            trained_leaves(plan, params),
             _own_keys(model_state, axes),
             blocks,
             (arrays["dense"], arrays["labels"], arrays["weights"], masks),
         )
+        grads = sum_whole_gradients(plan, scatter_gradients(plan, grads))
         (row_grads,) = pull(block_grads)
-        tables = collection.update_rows(tables, rows, row_grads, arrays)
+        finite = jnp.array(True)
+        if loss_scale is not None:
+            grads, row_grads = jax.tree.map(
+                lambda g: g / loss_scale, (grads, row_grads)
+            )
+            here = all_finite((grads, row_grads))
+            finite = jax.lax.pmin(here.astype(jnp.int32), axes) > 0
+        kept = None if loss_scale is None else finite
+        tables = collection.update_rows(tables, rows, row_grads, arrays, kept)
         logits, losses, new_state = aux
         return (
             jax.lax.psum(value, axes),
-            jax.lax.psum(grads, axes),
+            grads,
+            finite,
             _shared_state(new_state, model_state, axes),
             tables,
             _update_metrics(metrics, arrays, logits, losses, predict),
@@ -312,26 +353,47 @@ def make_train_step(
 
     @partial(jax.jit, static_argnames="layout", donate_argnames="state")
     def run(state: TrainState, packed, *, layout):
-        value, grads, model_state, tables, metrics = jax.shard_map(
+        scale = state.loss_scale.scale if state.loss_scale else None
+        value, grads, finite, model_state, tables, metrics = jax.shard_map(
             partial(local_step, layout=layout),
             mesh=mesh,
-            in_specs=(jax.P(), jax.P(), spec, by_device, by_device),
-            out_specs=(jax.P(), jax.P(), jax.P(), spec, by_device),
+            in_specs=(param_specs, jax.P(), spec, by_device, by_device, jax.P()),
+            out_specs=(jax.P(), grad_specs, jax.P(), jax.P(), spec, by_device),
             check_vma=False,
-        )(state.params, state.model_state, state.tables, state.metrics, packed)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        )(
+            jax.tree.leaves(state.params),
+            state.model_state,
+            state.tables,
+            state.metrics,
+            packed,
+            scale,
+        )
+        moved = apply_update(plan, tx, plan.tree(grads), state.opt_state, state.params)
+        info = {"loss": value}
+        loss_scale = state.loss_scale
+        if precision.scaling is not None and loss_scale is not None:
+            old = ((state.params, state.opt_state), state.model_state)
+            moved, model_state = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old), (moved, model_state), old
+            )
+            info["loss_scale"] = loss_scale.scale
+            loss_scale = next_scale(precision.scaling, loss_scale, finite)
+            info["skipped"] = loss_scale.skipped
         return TrainState(
             step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),
+            params=moved[0],
             model_state=model_state,
-            opt_state=opt_state,
+            opt_state=moved[1],
+            loss_scale=loss_scale,
             tables=tables,
             metrics=metrics,
-        ), {"loss": value}
+        ), info
 
     pace = pace or Pace()
 
     def step(state: TrainState, batch: PreparedBatch):
+        if not pace.under_way:
+            check_placed(plan, state.params)
         pace.wait()
         tables = collection.apply_fills(state.tables, batch.plan)
         state = state.replace(tables=tables)
@@ -352,7 +414,9 @@ def _in_microbatches(grad_of, size, params, model_state, blocks, data):
     examples = len(data[1])
     count = 1 if size is None else -(-examples // size)
     if count <= 1:
-        (value, aux), (grads, block_grads) = grad_of(params, blocks, model_state, *data)
+        (grads, block_grads), (value, *aux) = grad_of(
+            params, blocks, model_state, *data
+        )
         return value, grads, block_grads, aux
     size = -(-examples // count)
     padding = count * size - examples
@@ -367,15 +431,20 @@ def _in_microbatches(grad_of, size, params, model_state, blocks, data):
     def body(carry, part):
         value, grads, model_state = carry
         blocks, data = part
-        (v, (logits, losses, model_state)), (g, block_grads) = grad_of(
+        (g, block_grads), (v, logits, losses, model_state) = grad_of(
             params, blocks, model_state, *data
         )
         grads = jax.tree.map(jnp.add, grads, g)
         return (value + v, grads, model_state), (block_grads, logits, losses)
 
-    start = (jnp.zeros([]), jax.tree.map(jnp.zeros_like, params), model_state)
+    parts = jax.tree.map(split, (blocks, data))
+    first_blocks, first_data = jax.tree.map(lambda x: x[0], parts)
+    (shapes, _), _ = jax.eval_shape(
+        grad_of, params, first_blocks, model_state, *first_data
+    )
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     (value, grads, model_state), (block_grads, logits, losses) = jax.lax.scan(
-        body, start, jax.tree.map(split, (blocks, data))
+        body, (jnp.zeros([]), zeros, model_state), parts
     )
     aux = (join(logits), join(losses), model_state)
     return value, grads, jax.tree.map(join, block_grads), aux

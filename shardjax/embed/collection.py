@@ -305,6 +305,7 @@ class EmbeddingCollection:
         rows: tuple[jax.Array, ...],
         grads: tuple[jax.Array, ...],
         arrays: dict[str, jax.Array],
+        finite: jax.Array | None = None,
     ) -> EmbeddingState:
         """One optimizer step for the unique rows; inside shard_map.
 
@@ -313,6 +314,8 @@ class EmbeddingCollection:
           rows: of `gather_rows`: the rows before the step.
           grads: like `rows`; of replicated groups, this device's part.
           arrays: of this device, by field name.
+          finite: bool [], the same on all devices: where it is False, rows and their state
+            stay as they are. None for True.
         """
         slabs = []
         for group, slab, r, grad in zip(self.groups, state, rows, grads, strict=True):
@@ -320,9 +323,11 @@ class EmbeddingCollection:
                 grad = jax.lax.psum(grad, self.axes)
             slots = arrays[f"{group.name}/slots"]
             row_state = [gather_rows(x, slots) for x in slab.row_state]
-            r, row_state, shared = group.optimizer.update(
-                grad, row_state, slab.shared, r
-            )
+            old = (r, row_state, slab.shared)
+            new = group.optimizer.update(grad, row_state, slab.shared, r)
+            if finite is not None:
+                new = jax.tree.map(partial(jnp.where, finite), new, old)
+            r, row_state, shared = new
             slabs.append(
                 SlabState(
                     scatter_rows(slab.rows, slots, r),

@@ -1,6 +1,7 @@
-"""Click-through models as plain Flax (nnx) modules.
+"""Models as plain Flax (nnx) modules: click-through models, and `GPT`.
 
-Each is called as ``model(dense, embeddings)`` and returns one logit per example:
+Each click-through model is called as ``model(dense, embeddings)`` and returns one logit
+per example:
 
 * ``dense`` is float32 [batch, n_dense]; `n_dense` may be 0;
 * ``embeddings`` maps the name of each feature to its pooled vectors, float32
@@ -15,6 +16,7 @@ else of this package.
 from shardjax.models.dcn import DCN as DCN
 from shardjax.models.deepfm import DeepFM as DeepFM
 from shardjax.models.dlrm import DLRM as DLRM
+from shardjax.models.gpt import GPT as GPT, next_token_loss as next_token_loss
 from shardjax.models.interaction import (
     cross as cross,
     dot_interaction as dot_interaction,

@@ -10,9 +10,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from shardjax.partition import entry_axes
-from shardjax.sharded import Part, gather_part, over_auto_axes, scatter_sum
-from shardjax.zero.plan import LeafPlan, ZeroPlan
+from shardjax.zero.exchange import (
+    in_compute_dtype,
+    in_param_dtype,
+    manual_specs,
+    params_for_loss,
+    scatter_gradients,
+    sum_whole_gradients,
+    trained_leaves,
+)
+from shardjax.zero.plan import ZeroPlan
 
 Loss = Callable[..., tuple[jax.Array, jax.Array]]
 
@@ -31,7 +38,7 @@ def make_gradients(
     axes = plan.axes
 
     def local(params, batch, step, scale):
-        given, whole = _for_loss(plan, params)
+        params = params_for_loss(plan, params)
         index = jax.lax.axis_index(axes)
 
         def value_of(trained, batch, number):
@@ -40,10 +47,7 @@ def make_gradients(
                 key = jax.random.fold_in(jax.random.key(seed), step)
                 key = jax.random.fold_in(key, number)
                 more["key"] = jax.random.fold_in(key, index)
-            full = plan.tree(
-                _cast(plan, t) if leaf.trained else x
-                for leaf, t, x in zip(plan.leaves, trained, whole, strict=True)
-            )
+            full = plan.tree(in_compute_dtype(plan, trained, params))
             total, weight = _checked(loss(full, batch, **more))
             # scaled before the backward pass, in which small numbers get lost
             share = 1.0 if scale is None else scale / jnp.maximum(weight, 1.0)
@@ -51,29 +55,27 @@ def make_gradients(
 
         def one(batch, number):
             grad_of = jax.grad(value_of, has_aux=True)
+            given = trained_leaves(plan, params)
             grads, (total, weight, share) = grad_of(given, batch, number)
-            grads = _in_dtype_of_params(plan, grads)
+            grads = in_param_dtype(plan, grads)
             if scale is not None:
                 grads = jax.tree.map(lambda g: g / share, grads)
             if plan.stage == 2:
-                grads = _reduce(plan, grads)
+                grads = scatter_gradients(plan, grads)
             return total, weight, grads
 
         total, weight, grads = _accumulate(one, batch, microbatches)
         total = jax.lax.psum(total, axes)
         weight = jax.lax.psum(weight, axes)
         if plan.stage != 2:
-            grads = _reduce(plan, grads)
+            grads = scatter_gradients(plan, grads)
+        grads = sum_whole_gradients(plan, grads)
         mean = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
         grads = [None if g is None else g * mean.astype(g.dtype) for g in grads]
         return total * mean, weight, grads
 
     manual = set(plan.mesh.axis_names) - set(plan.auto_axes)
-    specs = [_manual_spec(plan, leaf, leaf.spec) for leaf in plan.leaves]
-    grad_specs = [
-        _manual_spec(plan, leaf, leaf.split_spec) if leaf.trained else None
-        for leaf in plan.leaves
-    ]
+    specs, grad_specs = manual_specs(plan)
 
     def gradients(params, batch, step, scale=None):
         _check_batch(plan, batch, microbatches)
@@ -88,32 +90,6 @@ def make_gradients(
         return value, weight, plan.tree(grads)
 
     return gradients
-
-
-def _for_loss(plan: ZeroPlan, params: list):
-    """What is differentiated, per leaf (None for the rest), and all parameters."""
-    given, whole = [], []
-    for leaf, x in zip(plan.leaves, params, strict=True):
-        if leaf.part is not None and plan.stage == 3:
-            x = Part(x, leaf.part) if leaf.in_block else gather_part(leaf.part, x)
-        given.append(x if leaf.trained else None)
-        whole.append(x)
-    return given, whole
-
-
-def _cast(plan: ZeroPlan, x):
-    compute = plan.precision.compute
-    if isinstance(x, Part) or compute is None:
-        return x
-    return x.astype(compute)
-
-
-def _in_dtype_of_params(plan: ZeroPlan, grads: list) -> list:
-    """Gradients to sum: those of parameters gathered in few bits come in as few."""
-    return [
-        g if g is None or isinstance(g, Part) else g.astype(leaf.dtype)
-        for leaf, g in zip(plan.leaves, grads, strict=True)
-    ]
 
 
 def _checked(result):
@@ -150,39 +126,6 @@ def _accumulate(one, batch, microbatches: int):
         lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, first, 0)
     )
     return jax.lax.scan(body, zeros, (parts, jnp.arange(microbatches)))[0]
-
-
-def _reduce(plan: ZeroPlan, grads: list) -> list:
-    """Sums gradients over the devices, and splits them from stage 1 on."""
-
-    def one(leaf: LeafPlan, grad):
-        if grad is None:
-            return None
-        if leaf.in_block:
-            return grad.local  # summed and split by the transpose of its gather
-        dtype = leaf.dtype
-        grad = grad.astype(plan.precision.reduce or dtype)
-        if leaf.part is not None and plan.stage:
-            part = leaf.part
-            grad = scatter_sum(grad, part.dim, part.axes, part.auto, part.auto_axes)
-        else:
-            auto = tuple(
-                (d - len(leaf.shape), e)
-                for d, e in enumerate(leaf.spec)
-                if e is not None
-            )
-            whole = over_auto_axes(
-                lambda g: jax.lax.psum(g, plan.axes), auto, plan.auto_axes, grad.ndim
-            )
-            grad = whole(grad)
-        return grad.astype(dtype)
-
-    return [one(leaf, g) for leaf, g in zip(plan.leaves, grads, strict=True)]
-
-
-def _manual_spec(plan: ZeroPlan, leaf: LeafPlan, spec) -> jax.P:
-    """A spec's entries over the axes that the gradients are manual over."""
-    return jax.P(*[e if set(entry_axes(e)) & set(plan.axes) else None for e in spec])
 
 
 def _check_batch(plan: ZeroPlan, batch, microbatches: int) -> None:

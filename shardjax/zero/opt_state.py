@@ -7,6 +7,8 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
+from shardjax.partition import make_spec
+
 
 def opt_state_specs(
     tx: optax.GradientTransformation, abstract_state: PyTree, leaves: PyTree
@@ -49,7 +51,7 @@ def _spec_like(shape: tuple[int, ...], plan) -> PartitionSpec:
         if entry is _MISSING:
             return PartitionSpec()
         kept.append(entry)
-    return PartitionSpec(*kept)
+    return make_spec(kept)
 
 
 _MISSING = object()

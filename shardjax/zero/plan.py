@@ -37,6 +37,7 @@ from shardjax.partition import (
     check_specs,
     entry_axes,
     leaf_path,
+    make_spec,
     match_specs,
 )
 from shardjax.precision import Precision
@@ -187,6 +188,7 @@ def plan_zero(
         raise ValueError(
             f"`axes` must name axes of the mesh, {mesh.axis_names}, got {axes}"
         )
+    abstract_params = jax.eval_shape(lambda tree: tree, abstract_params)
     named = [
         (leaf_path(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params)
@@ -254,9 +256,7 @@ class _Chooser:
         stacked = in_block and bool(shape) and entries[0] is None and 0 not in asked
         dim, reason = self._choose(shape, dtype, entries, asked, in_block)
         trained = jnp.issubdtype(dtype, jnp.floating)
-        tensor = PartitionSpec(
-            *[None if d in asked else e for d, e in enumerate(entries)]
-        )
+        tensor = make_spec(None if d in asked else e for d, e in enumerate(entries))
         if dim is None:
             return LeafPlan(
                 path,
@@ -271,7 +271,7 @@ class _Chooser:
                 reason,
             )
         entries[dim] = self.axes[0] if len(self.axes) == 1 else self.axes
-        split = PartitionSpec(*entries)
+        split = make_spec(entries)
         part = PartSpec(
             dim - len(shape),
             self.axes,

@@ -102,7 +102,7 @@ def predict_wire_bytes(
             continue
         summed = _wire_size(plan, leaf, plan.precision.reduce or leaf.dtype)
         if leaf.part is None or plan.stage == 0:
-            reduce += 2 * ring * summed * (microbatches if plan.stage == 2 else 1)
+            reduce += 2 * ring * summed
         elif leaf.in_block:
             moved = _wire_size(plan, leaf, plan.precision.compute or leaf.dtype)
             scatter += ring * summed * microbatches

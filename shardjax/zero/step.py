@@ -19,7 +19,7 @@ from shardjax.precision import LossScale, all_finite, init_scale, next_scale
 from shardjax.zero.gradients import Loss, make_gradients
 from shardjax.zero.offload import choose, init_on_host, update_on_host
 from shardjax.zero.opt_state import trained_only
-from shardjax.zero.plan import LeafPlan, ZeroPlan
+from shardjax.zero.plan import ZeroPlan
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +75,7 @@ def abstract_state(plan: ZeroPlan) -> ZeroState:
     """
     params = plan.tree(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in plan.leaves)
     scale = jax.eval_shape(lambda: init_scale(plan.precision.scaling))
-    step = jax.ShapeDtypeStruct((), jnp.int32)
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32)
     shapes = ZeroState(step, params, plan.abstract_opt_state, scale)
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -102,7 +102,7 @@ def init_state(
       ValueError: if the parameters are not those of the plan.
     """
     make = params if callable(params) else None
-    abstract = jax.eval_shape(make) if make else params
+    abstract = jax.eval_shape(make or (lambda: params))
     _check_params(plan, abstract)
 
     def init(params):
@@ -290,9 +290,9 @@ def apply_update(
       finite: bool [], False to leave everything as it is; None for True.
 
     Returns:
-      The new parameters and state of the optimizer.
+      The new parameters and state of the optimizer, where they lie between steps.
     """
-    split = constrain(plan, params)
+    split = _place(plan, params, [leaf.split_spec for leaf in plan.leaves])
     mine = trained_only(plan.leaves, split)
     if plan.offloaded:
         flat = [jax.tree.leaves(tree) for tree in (grads, mine)]
@@ -309,16 +309,36 @@ def apply_update(
         next(trained) if leaf.trained else x
         for leaf, x in zip(plan.leaves, jax.tree.leaves(split), strict=True)
     )
-    return constrain(plan, new), opt_state
+    split = _place(plan, new, [leaf.split_spec for leaf in plan.leaves])
+    params = _place(plan, split, [leaf.spec for leaf in plan.leaves])
+    return params, jax.tree.map(partial(_constrain, plan), opt_state, plan.opt_specs)
 
 
-def constrain(plan: ZeroPlan, params: PyTree) -> PyTree:
-    """Parameters, each device with the parts that it updates."""
+def _place(plan: ZeroPlan, params: PyTree, specs) -> PyTree:
+    """Parameters as these specs say; what is not trained as it is."""
+    return plan.tree(
+        _constrain(plan, x, spec) if leaf.trained else x
+        for leaf, x, spec in zip(
+            plan.leaves, jax.tree.leaves(params), specs, strict=True
+        )
+    )
 
-    def one(leaf: LeafPlan, x):
-        if not leaf.trained:
-            return x
-        sharding = jax.NamedSharding(plan.mesh, leaf.split_spec)
-        return jax.lax.with_sharding_constraint(x, sharding)
 
-    return plan.tree(map(one, plan.leaves, jax.tree.leaves(params)))
+def _constrain(plan: ZeroPlan, x, spec):
+    return jax.lax.with_sharding_constraint(x, jax.NamedSharding(plan.mesh, spec))
+
+
+def check_placed(plan: ZeroPlan, params: PyTree) -> None:
+    """Refuses parameters that do not lie as a plan says.
+
+    Raises:
+      ValueError: naming the first that does not.
+    """
+    for leaf, x in zip(plan.leaves, jax.tree.leaves(params), strict=True):
+        wanted = jax.NamedSharding(plan.mesh, leaf.spec)
+        if not x.sharding.is_equivalent_to(wanted, x.ndim):
+            raise ValueError(
+                f"the parameter {leaf.path} must lie as the plan of the step says,"
+                f" {wanted.spec} on {plan.mesh.shape}, got {x.sharding}. Make the state and"
+                " the step with the same plan"
+            )

@@ -27,10 +27,10 @@ def shapes(**sizes):
 @pytest.mark.parametrize(
     ("stage", "between", "updated"),
     [
-        (0, P(None, None), P(None, None)),
-        (1, P(None, None), P("data", None)),
-        (2, P(None, None), P("data", None)),
-        (3, P("data", None), P("data", None)),
+        (0, P(), P()),
+        (1, P(), P("data")),
+        (2, P(), P("data")),
+        (3, P("data"), P("data")),
     ],
 )
 def test_stages(stage, between, updated):
@@ -75,7 +75,7 @@ def test_the_leading_dim_of_blocks_is_the_layers():
         min_bytes=0,
     )
     assert leaf_of(plan, "a").spec == P(None, "data")
-    assert leaf_of(plan, "b").spec == P("data", None)
+    assert leaf_of(plan, "b").spec == P("data")
     assert leaf_of(plan, "a").in_block
     assert not leaf_of(plan, "b").in_block
 
@@ -98,7 +98,7 @@ def test_all_axes_may_be_of_data_parallelism():
         axes=("data", "model"),
         min_bytes=0,
     )
-    assert plan.param_specs["w"] == P(("data", "model"), None)
+    assert plan.param_specs["w"] == P(("data", "model"))
     assert plan.parts == 8
 
 
@@ -114,7 +114,7 @@ def test_factored_state_keeps_the_entries_of_its_dims():
         )
     ]
     assert ((32,), P("data")) in factored
-    assert ((16,), P(None)) in factored
+    assert ((16,), P()) in factored
 
 
 def test_optimizers_for_some_leaves_only():
@@ -125,7 +125,7 @@ def test_optimizers_for_some_leaves_only():
         shapes(a=(8, 2), b=(8, 2)), tx, sj.make_mesh("8x1"), 2, min_bytes=0
     )
     specs = jax.tree.leaves(plan.opt_specs, is_leaf=lambda x: isinstance(x, P))
-    assert specs.count(P("data", None)) == 2  # mu and nu of a
+    assert specs.count(P("data")) == 2  # mu and nu of a
 
 
 @pytest.mark.parametrize(

@@ -380,7 +380,7 @@ def test_a_users_rule_may_name_the_dim_to_split():
     tx = optax.sgd(0.1)
     rules = [("blocks/w1$", P(None, "data", None))]
     plan = plan_small("8x1", 3, tx, rules)
-    assert plan.param_specs["blocks"]["w1"] == P(None, "data", None)
+    assert plan.param_specs["blocks"]["w1"] == P(None, "data")
     state, _ = train(plan, tx, steps=3)
     expected, _ = train(plan_small("1x1", 0, tx), tx, steps=3)
     assert distance(state.params, expected.params) < 2e-5

@@ -1,0 +1,328 @@
+"""Train a language model on the bytes of text, with ZeRO over a mesh.
+
+    python -m experiments.lm --mesh 8x1 --zero 3              Python's standard library
+    python -m experiments.lm --mesh 4x2 --zero 1              tensor parallelism besides
+    python -m experiments.lm --data.path 'books/*.txt' --size medium --precision bf16
+
+Prints progress, and as the last line one JSON object with the result. On a host without
+enough devices the mesh is simulated on the CPU.
+"""
+
+import json
+import logging
+import math
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import shardjax as sj
+from experiments import config as configs
+from experiments.output import claim, finite, open_writers, write_result
+from experiments.schedules import NetworkOptimConfig
+from experiments.text import (
+    Text,
+    TextConfig,
+    held_out_batches,
+    open_text,
+    training_batch,
+)
+from shardjax import profiling, writers, zero
+from shardjax.models import gpt
+from shardjax.precision import Precision
+from shardjax.remat import Remat
+
+log = logging.getLogger("experiments.lm")
+
+SIZES = {
+    "tiny": gpt.tiny,
+    "small": gpt.small,
+    "medium": gpt.medium,
+    "large": gpt.large,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run."""
+
+    mesh: str = "1x1"
+    """Devices along data x model, such as 8x1; a CPU host simulates those it lacks. The
+    batch and ZeRO are over data, tensor parallelism over model."""
+    zero: int = 2
+    """ZeRO stage: 1 splits the optimizer's state over the devices, 2 the gradients too, 3
+    the parameters too; 0 nothing."""
+    data: TextConfig = field(default_factory=TextConfig)
+    size: Literal["tiny", "small", "medium", "large"] = "small"
+    """Of the model: 0.1, 0.8, 25 or 1200 million parameters."""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """How the model knows the order of bytes."""
+    optim: NetworkOptimConfig = field(default_factory=NetworkOptimConfig)
+    batch_size: int = 8
+    """Sequences per step, over all devices."""
+    seq_len: int = 256
+    """Bytes that a sequence predicts."""
+    microbatches: int = 1
+    """Parts of a batch that go through the model one after the other."""
+    remat: str = "none"
+    """What is kept for the backward pass: none (all), full (layers' inputs), dots, sqrt,
+    save:NAME,... or offload:NAME,... of block_in, attention, mlp_hidden."""
+    precision: Literal["f32", "bf16", "f16"] = "f32"
+    """What is computed in; parameters and optimizer are float32."""
+    steps: int = 1500
+    """Training steps."""
+    eval_batch_size: int = 64
+    """Sequences per evaluation step."""
+    seed: int = 0
+    """Of the first parameters and of the order of the text."""
+    log_every: int = 50
+    """Steps between lines in metrics.jsonl."""
+    out: Path | None = None
+    """Folder for the config, metrics.jsonl, TensorBoard events and curves.png."""
+
+    def __post_init__(self):
+        shape = sj.MeshShape.parse(self.mesh)
+        sizes = ("batch_size", "seq_len", "microbatches", "steps", "eval_batch_size")
+        for name in (*sizes, "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"`{name}` must be positive, got {getattr(self, name)}"
+                )
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"`seed` must be in [0, 2**31), got {self.seed}")
+        if self.zero not in zero.STAGES:
+            raise ValueError(f"`zero` must be one of {zero.STAGES}, got {self.zero}")
+        Remat.parse(self.remat)
+        parts = shape.data * self.microbatches
+        if self.batch_size % parts:
+            raise ValueError(
+                f"`batch_size` must be a multiple of {parts} ({self.microbatches}"
+                f" microbatches on {shape.data} devices along data), got"
+                f" {self.batch_size}"
+            )
+        if self.eval_batch_size % shape.data:
+            raise ValueError(
+                f"`eval_batch_size` must be a multiple of the {shape.data} devices along"
+                f" data, got {self.eval_batch_size}"
+            )
+
+
+def main(config: Config) -> dict[str, Any]:
+    """Runs the experiment.
+
+    Args:
+      config: all settings.
+
+    Returns:
+      The result: what the program prints as its last line.
+    """
+    started = time.perf_counter()
+    if config.out is not None:
+        claim(config.out)
+    sj.ensure_devices(config.mesh)
+    text = open_text(config.data)
+    log.info("%s", text)
+    run = Run(config, text)
+    log.info("%s", zero.explain(run.plan, config.microbatches))
+    with open_writers(config.out, config) as writer:
+        result = run.train(writer)
+        found = run.evaluate()
+        writer.write(config.steps, found)
+        run.rows.append({"step": config.steps, **found})
+    result = {
+        "experiment": "lm",
+        "mesh": config.mesh,
+        "devices": run.mesh.size,
+        "zero": config.zero,
+        "size": config.size,
+        "parameters": run.model.parameter_count(),
+        **result,
+        **found,
+        "mfu": run.utilization(result["tokens_per_s"]),
+        "bytes_per_device": run.bytes_per_device(),
+        "train_bytes": len(text.train),
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+    result = finite(result)
+    if config.out is not None:
+        write_result(config.out, result, run.rows, ("loss", "bits_per_byte"))
+    return result
+
+
+class Run:
+    """A model on a mesh, its training and its evaluation."""
+
+    def __init__(self, config: Config, text: Text):
+        self.config, self.text = config, text
+        self.mesh = sj.make_mesh(config.mesh)
+        self.rows: list[dict[str, float]] = []
+        self.model = nnx.eval_shape(self._build)
+        graph, abstract = nnx.split(self.model, nnx.Param)
+        tx = config.optim.optimizer(config.steps, config.batch_size)
+        self.plan = zero.plan_zero(
+            abstract,
+            tx,
+            self.mesh,
+            config.zero,
+            gpt.TP_RULES,
+            blocks=("blocks/",),
+            precision=config.precision,
+        )
+
+        def loss(params, batch):
+            model = nnx.merge(graph, params)
+            return gpt.next_token_loss(model, batch["tokens"], batch["weights"])
+
+        self._loss = loss
+        self._batch = jax.NamedSharding(self.mesh, jax.P(sj.DATA_AXIS))
+        self.step = zero.make_step(
+            loss, tx, self.plan, microbatches=config.microbatches
+        )
+        self.state = zero.init_state(
+            lambda: nnx.split(self._build(), nnx.Param)[1], tx, self.plan
+        )
+
+    def _build(self) -> gpt.GPT:
+        config = self.config
+        learned = config.positions == "learned"
+        return SIZES[config.size](
+            positions=config.positions,
+            seq_len=config.seq_len if learned else None,
+            remat=config.remat,
+            rngs=nnx.Rngs(config.seed),
+        )
+
+    def train(self, writer: writers.Writer) -> dict[str, Any]:
+        """Trains, and returns its part of the result."""
+        config = self.config
+        tokens = config.batch_size * config.seq_len
+        losses = []
+        started = mark = first = time.perf_counter()
+        with writers.ProgressBar(config.steps, batch_size=config.batch_size) as bar:
+            for taken in range(1, config.steps + 1):
+                batch = training_batch(
+                    self.text.train,
+                    seed=config.seed,
+                    step=taken - 1,
+                    batch_size=config.batch_size,
+                    seq_len=config.seq_len,
+                )
+                batch = jax.device_put(batch, self._batch)
+                self.state, info = self.step(self.state, batch)
+                losses.append(info["loss"])
+                if taken == 1:
+                    jax.block_until_ready(info)
+                    first = time.perf_counter()
+                if taken % config.log_every == 0 or taken == config.steps:
+                    row = self._row(taken, losses, info)
+                    now = time.perf_counter()
+                    row["train/step_ms"] = 1e3 * (now - mark) / len(losses)
+                    row["train/tokens_per_s"] = tokens * len(losses) / (now - mark)
+                    writer.write(taken, row)
+                    bar.write(taken, row)
+                    self.rows.append({"step": taken, **row})
+                    mark, losses = now, []
+        ended = time.perf_counter()
+        steady = max(config.steps - 1, 1) * tokens / max(ended - first, 1e-9)
+        return {
+            "steps": config.steps,
+            "tokens": config.steps * tokens,
+            "train/loss": self.rows[-1]["train/loss"],
+            "tokens_per_s": round(steady),
+            "train_seconds": round(ended - started, 2),
+        }
+
+    def _row(self, taken: int, losses: list, info: dict) -> dict[str, float]:
+        """Means since the row before.
+
+        Raises:
+          ValueError: for a loss that is not finite.
+        """
+        loss = float(np.mean(jax.device_get(losses)))
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"the training loss is {loss} at step {taken}: lower --optim.lr, or give a"
+                " longer --optim.warmup"
+            )
+        row = {"train/loss": loss, "train/bits_per_byte": loss / math.log(2)}
+        row["train/grad_norm"] = float(info["grad_norm"])
+        if "skipped" in info:
+            row["train/skipped_steps"] = float(info["skipped"])
+        return row
+
+    def evaluate(self) -> dict[str, float]:
+        """Predicts each held-out byte once, and returns its part of the result."""
+        config = self.config
+        dtype = Precision.parse(config.precision).compute or jnp.float32
+
+        @jax.jit
+        def losses(params, batch):
+            return self._loss(jax.tree.map(lambda x: x.astype(dtype), params), batch)
+
+        total = weight = 0.0
+        for batch in held_out_batches(
+            self.text.held_out,
+            batch_size=config.eval_batch_size,
+            seq_len=config.seq_len,
+        ):
+            batch = jax.device_put(batch, self._batch)
+            found = jax.device_get(losses(self.state.params, batch))
+            total, weight = total + float(found[0]), weight + float(found[1])
+        loss = total / weight
+        return {
+            "eval/loss": loss,
+            "eval/bits_per_byte": loss / math.log(2),
+            "eval/bytes": int(weight),
+        }
+
+    def utilization(self, tokens_per_s: float) -> float:
+        """MFU: the share of the machine's rate of matrix products that training used."""
+        flops = self.model.flops_per_token(self.config.seq_len) * tokens_per_s
+        device = self.mesh.devices.flat[0]
+        if device.platform == "cpu":  # all simulated devices share its cores
+            peak, devices = profiling.measure_peak_flops(512), 1
+        else:
+            peak, devices = profiling.peak_flops(device.device_kind), self.mesh.size
+        return round(profiling.mfu(flops, 1.0, devices, peak), 4)
+
+    def bytes_per_device(self) -> dict[str, int]:
+        """Bytes on the first device: of the arrays there are, and of planned gradients."""
+        device = self.mesh.devices.flat[0]
+
+        def size(tree) -> int:
+            return sum(
+                shard.data.nbytes
+                for x in jax.tree.leaves(tree)
+                for shard in x.addressable_shards
+                if shard.device == device
+            )
+
+        return {
+            "params": size(self.state.params),
+            "grads": zero.estimate_memory(self.plan).grads,
+            "opt_state": size(self.state.opt_state),
+        }
+
+
+def from_anything(values: dict[str, Any]) -> Config:
+    """A config from nested dicts; an unknown key is an error that names the nearest."""
+    return configs.from_dict(Config, values)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(name)s: %(message)s", stream=sys.stderr)
+    for ours in ("experiments", "shardjax"):
+        logging.getLogger(ours).setLevel(logging.INFO)
+    summary = (__doc__ or "").partition("\n")[0]
+    parsed = configs.from_command_line(Config, "python -m experiments.lm", summary)
+    try:
+        print(json.dumps(main(parsed), allow_nan=False))
+    except (OSError, ValueError) as e:  # what the user can mend; the rest is a fault
+        log.debug("the error in full", exc_info=True)
+        raise SystemExit(f"python -m experiments.lm: {e}") from None

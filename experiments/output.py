@@ -1,0 +1,55 @@
+"""What a program leaves behind: the folder of `--out`, its writers, its result."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments import config as configs
+from shardjax import plots, writers
+
+
+def claim(out: Path) -> None:
+    """Makes the folder of a run's files, or refuses one that has a run in it."""
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"`out` must be a folder, and {str(out)!r} is a file")
+    if (out / "config.json").exists():
+        raise FileExistsError(
+            f"`out` {str(out)!r} has a run in it already. Give another folder, or remove it"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def open_writers(out: Path | None, config: Any) -> writers.MultiWriter:
+    """Writers of the run's metrics; without a folder they write nothing."""
+    if out is None:
+        return writers.MultiWriter([])
+    resolved = json.dumps(configs.to_dict(config), indent=2, default=str)
+    (out / "config.json").write_text(resolved + "\n")
+    return writers.MultiWriter(
+        [
+            writers.JsonlWriter(out / "metrics.jsonl", mode="create"),
+            writers.TensorBoardWriter(out),
+        ]
+    )
+
+
+def write_result(
+    out: Path,
+    result: dict[str, Any],
+    rows: list[dict[str, float]],
+    panels: Sequence[str],
+) -> None:
+    """Writes result.json, and curves.png of the rows of metrics.jsonl."""
+    plots.curves(out / "curves.png", rows, panels=panels)
+    text = json.dumps(result, indent=2, allow_nan=False)
+    (out / "result.json").write_text(text + "\n")
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with None, JSON's null, for numbers that are not finite."""
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v
+        for k, v in values.items()
+    }
