@@ -8,7 +8,7 @@ its place, or on another parameter, as of all optimizers that work element by el
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -63,13 +63,12 @@ class Piecewise:
 
     def join(self, kept: list, shared: list) -> PyTree:
         """The state of these; without elements for parameters of which `kept` is None."""
-        parts = [None if k is None else iter(k) for k in kept]
-        rest = iter(shared)
+        parts, rest = [iter(k or ()) for k in kept], iter(shared)
         leaves = []
         for owner, dtype in zip(self.owners, self.kept_dtypes, strict=True):
             if owner < 0:
                 leaves.append(next(rest))
-            elif parts[owner] is None:
+            elif kept[owner] is None:
                 leaves.append(_nothing(self.likes[owner][0], dtype))
             else:
                 leaves.append(next(parts[owner]))
@@ -158,7 +157,7 @@ def split_piecewise(
     return piecewise
 
 
-def _refuse(reason: str, cause=None):
+def _refuse(reason: str, cause=None) -> NoReturn:
     raise PiecewiseError(_NOT_PIECEWISE.format(reason=reason)) from cause
 
 
