@@ -25,10 +25,10 @@ import shardjax as sj
 from experiments import config as configs
 from experiments.data import DataConfig, Opened, open_data
 from experiments.optimizers import ROW_OPTIMIZERS as ROW_OPTIMIZERS, OptimConfig
-from experiments.output import claim, finite, open_writers, write_result
+from experiments.output import claim, finite, open_writers, trace_window, write_result
 from experiments.storage import AdmitConfig, EvictConfig, StorageConfig
 from experiments.tiers import tier_rates, tier_sizes
-from shardjax import embed, metrics, models, plots, train, writers
+from shardjax import embed, metrics, models, plots, train, writers, zero
 from shardjax.data import Batch, Loader
 from shardjax.embed import Index
 from shardjax.network import from_nnx
@@ -70,6 +70,11 @@ class Config:
     storage: StorageConfig = field(default_factory=StorageConfig)
     admit: AdmitConfig = field(default_factory=AdmitConfig)
     evict: EvictConfig = field(default_factory=EvictConfig)
+    zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO stage of the network: 1 splits its optimizer's state over all devices, 2 its
+    gradients too, 3 its parameters too; 0 nothing. Tables are always split."""
+    precision: Literal["f32", "bf16", "f16"] = "f32"
+    """What the network computes in; parameters, rows and optimizers are float32."""
     batch_size: int = 512
     """Examples per step, over all devices."""
     eval_batch_size: int = 8192
@@ -86,6 +91,8 @@ class Config:
     """Host threads that look up keys."""
     log_every: int = 50
     """Steps between lines in metrics.jsonl."""
+    profile: tuple[Literal["steps"], str] | None = None
+    """Trace these steps into OUT/trace for TensorBoard or Perfetto: --profile steps 10:15."""
     out: Path | None = None
     """Folder for the config, metrics.jsonl, TensorBoard events, curves.png, and tiers.png if
     rows lie off the devices."""
@@ -101,6 +108,7 @@ class Config:
             raise ValueError(f"`seed` must be in [0, 2**31), got {self.seed}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"`steps` must be positive, got {self.steps}")
+        trace_window(self.profile, self.out)
 
 
 def main(config: Config) -> dict[str, Any]:
@@ -132,13 +140,17 @@ def main(config: Config) -> dict[str, Any]:
             data.train_rows,
         )
     tx = config.optim.dense_optimizer(steps)
-    state = init_state(network, tx, collection, train_metrics())
+    plan = sj.plan_network(
+        network, tx, collection, config.zero, precision=config.precision
+    )
+    log.info("%s", zero.explain(plan))
+    state = init_state(network, tx, collection, train_metrics(), zero=plan)
     microbatch = config.microbatch_size
     if microbatch is None and jax.default_backend() == "cpu":
         microbatch = 512
     pace = Pace()
     step = train.make_train_step(
-        network, tx, collection, microbatch_size=microbatch, pace=pace
+        network, tx, collection, microbatch_size=microbatch, pace=pace, zero=plan
     )
     loader = Loader(
         data.train,
@@ -153,6 +165,7 @@ def main(config: Config) -> dict[str, Any]:
         "mesh": config.mesh,
         "devices": mesh.size,
         "model": config.model.name,
+        "zero": config.zero,
         "rows": data.train_rows,
     }
     with open_writers(config.out, config) as writer:
@@ -272,10 +285,12 @@ class Run:
         wait = idle = 0.0
         before = 0
         bar = writers.ProgressBar(self.total_steps, batch_size=config.batch_size)
-        with bar:
+        with bar, trace_window(config.profile, config.out) as trace:
             for batch in self.batches():
+                trace.before(taken + 1)
                 self.state, info = self.step(self.state, batch)
                 taken += 1
+                trace.after(taken, info)
                 examples += batch.size
                 train.add_counters(counters, batch.counters)
                 train.add_counters(recent, batch.counters)

@@ -24,7 +24,13 @@ from flax import nnx
 
 import shardjax as sj
 from experiments import config as configs
-from experiments.output import claim, finite, open_writers, write_result
+from experiments.output import (
+    claim,
+    finite,
+    open_writers,
+    trace_window,
+    write_result,
+)
 from experiments.schedules import NetworkOptimConfig
 from experiments.text import (
     Text,
@@ -35,6 +41,7 @@ from experiments.text import (
 )
 from shardjax import profiling, writers, zero
 from shardjax.models import gpt
+from shardjax.pacing import Pace
 from shardjax.precision import Precision
 from shardjax.remat import Remat
 
@@ -83,6 +90,8 @@ class Config:
     """Of the first parameters and of the order of the text."""
     log_every: int = 50
     """Steps between lines in metrics.jsonl."""
+    profile: tuple[Literal["steps"], str] | None = None
+    """Trace these steps into OUT/trace for TensorBoard or Perfetto: --profile steps 10:15."""
     out: Path | None = None
     """Folder for the config, metrics.jsonl, TensorBoard events and curves.png."""
 
@@ -99,6 +108,7 @@ class Config:
         if self.zero not in zero.STAGES:
             raise ValueError(f"`zero` must be one of {zero.STAGES}, got {self.zero}")
         Remat.parse(self.remat)
+        trace_window(self.profile, self.out)
         parts = shape.data * self.microbatches
         if self.batch_size % parts:
             raise ValueError(
@@ -204,7 +214,9 @@ class Run:
         tokens = config.batch_size * config.seq_len
         losses = []
         started = mark = first = time.perf_counter()
-        with writers.ProgressBar(config.steps, batch_size=config.batch_size) as bar:
+        pace = Pace()
+        bar = writers.ProgressBar(config.steps, batch_size=config.batch_size)
+        with bar, trace_window(config.profile, config.out) as trace:
             for taken in range(1, config.steps + 1):
                 batch = training_batch(
                     self.text.train,
@@ -214,7 +226,11 @@ class Run:
                     seq_len=config.seq_len,
                 )
                 batch = jax.device_put(batch, self._batch)
+                trace.before(taken)
+                pace.wait()
                 self.state, info = self.step(self.state, batch)
+                pace.add(info["loss"])
+                trace.after(taken, info)
                 losses.append(info["loss"])
                 if taken == 1:
                     jax.block_until_ready(info)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import config as configs
-from shardjax import plots, writers
+from shardjax import plots, profiling, writers
 
 
 def claim(out: Path) -> None:
@@ -33,6 +33,23 @@ def open_writers(out: Path | None, config: Any) -> writers.MultiWriter:
             writers.TensorBoardWriter(out),
         ]
     )
+
+
+def trace_window(
+    profile: tuple[str, str] | None, out: Path | None
+) -> profiling.TraceWindow:
+    """The trace of `--profile steps FIRST:LAST`; without it, one that never starts.
+
+    Raises:
+      ValueError: for steps of another form, or without a folder to write to.
+    """
+    if profile is None:
+        return profiling.TraceWindow("0:0", ".")  # steps count from 1
+    if out is None:
+        raise ValueError(
+            f"`profile` {' '.join(profile)!r} needs a folder for the trace: give --out too"
+        )
+    return profiling.TraceWindow(profile[1], out / "trace")
 
 
 def write_result(

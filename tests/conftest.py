@@ -1,6 +1,7 @@
 """Set-up of the whole suite: 8 simulated CPU devices, strict JAX, no leaks."""
 
 import os
+import tempfile
 import threading
 import time
 
@@ -15,6 +16,11 @@ if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Many tests compile the same program: keep what took long to compile until the run ends.
+_programs = tempfile.TemporaryDirectory(prefix="shardjax-programs-")
+jax.config.update("jax_compilation_cache_dir", _programs.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 # Modules whose jaxtyping shapes and annotations are checked at run time. Not all of the
 # package: the hook wraps every function, which numba kernels do not survive, and it

@@ -84,6 +84,27 @@ def test_meshes_give_the_same_result():
         )
 
 
+def test_stages_of_the_network_give_the_same_result():
+    plain = ctr.main(small(steps=4))
+    for changes in ({"mesh": "4x2", "zero": 2}, {"mesh": "8x1", "zero": 3}):
+        found = ctr.main(small(steps=4, **changes))
+        assert found["zero"] == changes["zero"]
+        np.testing.assert_allclose(
+            found["eval/logloss"], plain["eval/logloss"], rtol=1e-4
+        )
+    few_bits = ctr.main(small(steps=4, precision="bf16"))
+    np.testing.assert_allclose(
+        few_bits["eval/logloss"], plain["eval/logloss"], rtol=0.02
+    )
+    assert few_bits["eval/logloss"] != plain["eval/logloss"]
+
+
+def test_steps_are_traced(tmp_path):
+    profile = ["steps", "2:3"]
+    ctr.main(small(steps=4, profile=profile, out=str(tmp_path / "run")))
+    assert list((tmp_path / "run" / "trace").rglob("*.xplane.pb"))
+
+
 def test_help_explains_every_option():
     done = run_program("--help")
     assert done.returncode == 0
@@ -136,6 +157,12 @@ def test_toml_and_dict_and_command_line_agree(tmp_path):
         ({"model": {"name": "bert"}}, r"'model\.name' must be .* got 'bert'"),
         ({"batch_size": 0}, "`batch_size` must be positive, got 0"),
         ({"steps": 0}, "`steps` must be positive, got 0"),
+        ({"zero": 5}, "'zero' must be .*got 5"),
+        ({"profile": ["steps", "2:3"]}, "`profile` 'steps 2:3' needs a folder"),
+        (
+            {"profile": ["steps", "3"], "out": "x"},
+            "must be FIRST:LAST, two steps, got '3'",
+        ),
         ({"mesh": "0x1"}, "must be DATAxMODEL, two positive integers, got .0x1."),
         ({"data": {"eval_fraction": 1.0}}, r"`eval_fraction` must lie in \[0, 1\)"),
         ({"data": {"shuffle": "yes"}}, "`shuffle` must be a seed.*got 'yes'"),

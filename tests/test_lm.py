@@ -37,7 +37,11 @@ def run(text, **changes):
 
 
 def test_the_result_has_what_it_promises(text, tmp_path):
-    result = run(text, mesh="2x1", steps=60, log_every=20, out=str(tmp_path))
+    profile = ["steps", "3:4"]
+    result = run(
+        text, mesh="2x1", steps=60, log_every=20, out=str(tmp_path), profile=profile
+    )
+    assert list((tmp_path / "trace").rglob("*.trace.json.gz"))
     assert result["experiment"] == "lm" and result["mesh"] == "2x1"
     assert result["devices"] == 2 and result["zero"] == 2 and result["steps"] == 60
     assert result["tokens"] == 60 * 8 * 32
