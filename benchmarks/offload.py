@@ -20,12 +20,15 @@ import contextlib
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 def make_params(layers, dim, vocabulary):

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from shardjax.zero.disk_file import Traffic
 from shardjax.zero.disk_state import DiskOptimizer
 from shardjax.zero.gradients import Loss
 from shardjax.zero.step import ZeroState, make_clipped_gradients, scale_after
@@ -50,9 +51,11 @@ def make_disk_step(
         scale = scale_after(plan, state.loss_scale, finite)
         return jax.tree.leaves(grads), info, finite, (state.step + 1, scale)
 
+    told: list[Traffic] = []  # what the last step ended with
+
     def step(state: ZeroState, batch):
         optimizer.check()
-        before = optimizer.traffic
+        before = told.pop() if told else optimizer.traffic
         grads, info, finite, (count, scale) = compute(
             state.replace(opt_state=None), batch
         )
@@ -60,6 +63,7 @@ def make_disk_step(
         if finite is None or bool(finite):
             params, opt_state = optimizer.update(grads, opt_state, params)
         new = ZeroState(count, params, opt_state, scale)
-        return new, info | optimizer.traffic.since(before)
+        told.append(optimizer.traffic)
+        return new, info | told[-1].since(before)
 
     return step

@@ -74,8 +74,10 @@ def test_the_disk_changes_no_bit(tmp_path, optimizer, mesh, stage, prefetch):
     read = sum(more["disk_read_bytes"] for more in same)
     written = sum(more["disk_written_bytes"] for more in same)
     if prefetch:
-        assert 5 * size < read <= 7 * size
-        assert 5 * size < written <= 7 * size
+        # the last step ends while one group is read ahead and one still written
+        assert 6 * size <= read <= 7 * size
+        assert 5 * size < written <= 6 * size
+        assert sum(m["disk_read_bytes"] for m in same[:2]) >= 2 * size
     else:
         assert read == written == 6 * size
     assert all(more["disk_wait_s"] >= 0 for more in same)
