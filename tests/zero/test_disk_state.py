@@ -268,7 +268,7 @@ def test_reading_ahead_leaves_less_to_wait_for(tmp_path, monkeypatch):
             time.sleep(0.3)  # for what a loop does between steps
             _, infos = train_on_disk(disk, 1, state)
             waited[prefetch] = infos[0]["disk_wait_s"]
-    assert waited[True] < 0.5 * waited[False]
+    assert waited[True] < 0.8 * waited[False]  # of two groups, one was read ahead
 
 
 @pytest.mark.parametrize(
