@@ -2,13 +2,11 @@
 
 import errno
 import itertools
-import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 
 import numpy as np
 
@@ -17,14 +15,13 @@ from shardjax.embed.merging import PART_BYTES, Part, merged_parts, sorted_parts
 from shardjax.embed.rate import Rate
 from shardjax.embed.records import HEADER_WORDS, hashes_of, keys_of
 from shardjax.embed.segments import CorruptSegmentError, Found, Segment
+from shardjax.folders import OwnFolder
 
-_log = logging.getLogger(__name__)
-_LOCK = "shardjax.lock"
 _PATTERN = "*.shardjax-rows"
 _MOST_CHANGES = 16  # of a segment, until it is written anew
 
 
-class DiskFolder:
+class DiskFolder(OwnFolder):
     """A folder that one process uses for its disk tiers.
 
     The files are good only as long as the process lives, whose devices and RAM have the
@@ -36,47 +33,7 @@ class DiskFolder:
     """
 
     def __init__(self, path: str | os.PathLike):
-        import fcntl  # not on Windows, which has the other tiers
-
-        self.path = Path(path)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise type(error)(
-                f"the disk tier needs a folder that it can write to, and {str(path)!r} is"
-                f" none: {error.strerror}. Give another one"
-            ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = os.pread(self._lock, 32, 0).decode().strip() or "unknown"
-            os.close(self._lock)
-            if owner == str(os.getpid()):
-                raise BlockingIOError(
-                    f"the folder {str(path)!r} of the disk tier is in use by this very"
-                    " process: an EmbeddingCollection that has not been closed has it."
-                    " Call its `close` first, or give each a folder of its own"
-                ) from error
-            raise BlockingIOError(
-                f"the folder {str(path)!r} of the disk tier is in use by process {owner}."
-                " Give each process a folder of its own"
-            ) from error
-        # also when nobody closes it: the folder must not stay locked for this process
-        self._end = weakref.finalize(self, os.close, self._lock)
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
-        left = list(self.path.glob(_PATTERN))
-        for file in left:
-            file.unlink()
-        if left:
-            _log.info(
-                "%s: removed %d files of a process that has ended", self.path, len(left)
-            )
-
-    def close(self) -> None:
-        """Lets others use the folder."""
-        self._end()
+        super().__init__(path, _PATTERN, "the disk tier", "an EmbeddingCollection")
 
 
 class DiskBudget:

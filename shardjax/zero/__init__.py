@@ -5,8 +5,13 @@ and `make_step` the training step of any loss.
 """
 
 from shardjax.sharded import gather as gather
+from shardjax.zero.disk_file import DiskStateError as DiskStateError, Traffic as Traffic
+from shardjax.zero.disk_state import DiskOptimizer as DiskOptimizer
+from shardjax.zero.disk_step import make_disk_step as make_disk_step
 from shardjax.zero.gradients import Loss as Loss, make_gradients as make_gradients
+from shardjax.zero.piecewise import PiecewiseError as PiecewiseError
 from shardjax.zero.plan import (
+    OFFLOADS as OFFLOADS,
     STAGES as STAGES,
     LeafPlan as LeafPlan,
     ZeroPlan as ZeroPlan,
@@ -25,4 +30,6 @@ from shardjax.zero.step import (
     apply_update as apply_update,
     init_state as init_state,
     make_step as make_step,
+    place_state as place_state,
+    state_shardings as state_shardings,
 )

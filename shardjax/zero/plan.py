@@ -43,8 +43,10 @@ from shardjax.partition import (
 from shardjax.precision import Precision
 from shardjax.sharded import PartSpec
 from shardjax.zero.opt_state import opt_state_specs
+from shardjax.zero.piecewise import Piecewise, split_piecewise
 
 STAGES = (0, 1, 2, 3)
+OFFLOADS = ("none", "opt_state")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class LeafPlan:
       split_spec: of what is split at this stage: the optimizer's state and its update.
       part: how the parts of a split leaf make the whole; None for a leaf kept whole.
       in_block: whether the loss gets it in parts at stage 3 and gathers it itself.
+      stacked: whether its leading dim is that of layers, which nothing splits.
       trained: False for leaves that are no floats, which the optimizer never sees.
       reason: why it lies so.
     """
@@ -69,6 +72,7 @@ class LeafPlan:
     split_spec: PartitionSpec
     part: PartSpec | None
     in_block: bool
+    stacked: bool
     trained: bool
     reason: str
 
@@ -93,6 +97,7 @@ class ZeroPlan:
       opt_specs: a PartitionSpec per leaf of the optimizer's state.
       abstract_opt_state: its shapes and dtypes.
       precision: dtypes to store, compute and reduce in.
+      offloaded: the optimizer, if the host keeps its state between steps.
     """
 
     mesh: Mesh
@@ -104,6 +109,7 @@ class ZeroPlan:
     opt_specs: PyTree
     abstract_opt_state: PyTree
     precision: Precision
+    offloaded: Piecewise | None = None
 
     @property
     def parts(self) -> int:
@@ -132,6 +138,7 @@ def plan_zero(
     min_bytes: int = 4096,
     precision: "Precision | str" = "f32",
     tolerance: float | None = None,
+    offload: str = "none",
 ) -> ZeroPlan:
     """Plans where parameters, gradients and optimizer state lie.
 
@@ -156,8 +163,9 @@ def plan_zero(
         split them; None for any.
 
     Raises:
-      ValueError: for an unknown stage or axis, a rule or block pattern that matches no
-        leaf, a spec that does not fit, or more than `tolerance` left whole.
+      ValueError: for an unknown stage, axis or offload, a rule or block pattern that
+        matches no leaf, a spec that does not fit, or more than `tolerance` left whole;
+        `PiecewiseError` for an optimizer that cannot be offloaded.
 
     Example:
       >>> import shardjax as sj
@@ -172,6 +180,8 @@ def plan_zero(
         raise ValueError(f"`min_bytes` must not be negative, got {min_bytes}")
     if tolerance is not None and not 0 <= tolerance <= 1:
         raise ValueError(f"`tolerance` must be in [0, 1] or None, got {tolerance}")
+    if offload not in OFFLOADS:
+        raise ValueError(f"`offload` must be one of {OFFLOADS}, got {offload!r}")
     mesh, axes = make_mesh(mesh), tuple(axes)
     unknown = [axis for axis in axes if axis not in mesh.shape]
     if unknown or not axes:
@@ -211,6 +221,7 @@ def plan_zero(
         opt_specs,
         abstract_state,
         precision,
+        None if offload == "none" else split_piecewise(tx, trained),
     )
     if tolerance is not None:
         _check_tolerance(plan, tolerance)
@@ -242,12 +253,22 @@ class _Chooser:
             for d, e in enumerate(entries)
             if e is not None and d not in asked
         )
+        stacked = in_block and bool(shape) and entries[0] is None and 0 not in asked
         dim, reason = self._choose(shape, dtype, entries, asked, in_block)
         trained = jnp.issubdtype(dtype, jnp.floating)
         tensor = make_spec(None if d in asked else e for d, e in enumerate(entries))
         if dim is None:
             return LeafPlan(
-                path, shape, dtype, tensor, tensor, None, False, trained, reason
+                path,
+                shape,
+                dtype,
+                tensor,
+                tensor,
+                None,
+                False,
+                stacked,
+                trained,
+                reason,
             )
         entries[dim] = self.axes[0] if len(self.axes) == 1 else self.axes
         split = make_spec(entries)
@@ -267,6 +288,7 @@ class _Chooser:
             split if self.stage else tensor,
             part,
             in_block and self.stage == 3,
+            stacked,
             trained,
             reason,
         )

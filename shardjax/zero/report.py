@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardjax.partition import entry_axes
+from shardjax.zero.offload import find_others, find_stacks
 from shardjax.zero.plan import LeafPlan, ZeroPlan, itemsize
 
 
@@ -18,20 +19,26 @@ class MemoryEstimate:
     Attributes:
       params: between steps.
       grads: accumulated over microbatches, before the optimizer takes them.
-      opt_state: of the optimizer.
+      opt_state: of the optimizer, as far as it lies on the devices.
       gathered: parameters made whole for a while at stage 3: of one layer of the blocks,
         and of everything outside of them.
+      streamed: offloaded state on the device for a while, old and new: of one layer of the
+        blocks, or of everything outside of them, whichever is more.
+      host: bytes in the host's memory for this device: offloaded state.
     """
 
     params: int
     grads: int
     opt_state: int
     gathered: int
+    streamed: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """All of it; activations and temporaries of the compiler come on top."""
-        return self.params + self.grads + self.opt_state + self.gathered
+        """All on the device; activations and temporaries of the compiler come on top."""
+        used = self.params + self.grads + self.opt_state
+        return used + max(self.gathered, self.streamed)
 
 
 @dataclass(frozen=True)
@@ -69,15 +76,10 @@ def estimate_memory(plan: ZeroPlan) -> MemoryEstimate:
         for p in plan.leaves
         if p.trained
     )
-    specs = jax.tree.leaves(
-        plan.opt_specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    opt_state, streamed, host = _state_bytes(plan)
+    return MemoryEstimate(
+        params, grads, opt_state, _gathered_bytes(plan), streamed, host
     )
-    states = jax.tree.leaves(plan.abstract_opt_state)
-    opt_state = sum(
-        _local_bytes(plan, x.shape, x.dtype, s)
-        for x, s in zip(states, specs, strict=True)
-    )
-    return MemoryEstimate(params, grads, opt_state, _gathered_bytes(plan))
 
 
 def predict_wire_bytes(
@@ -148,11 +150,19 @@ def explain(plan: ZeroPlan, microbatches: int = 1) -> str:
             *lines,
             f"bytes per device: params {memory.params:,}, grads {memory.grads:,}, opt_state"
             f" {memory.opt_state:,}, gathered for a while {memory.gathered:,}",
+            *([] if not plan.offloaded else [_host_line(memory)]),
             f"bytes sent per device and step: {wire.total:,.0f} (all-reduce"
             f" {wire.all_reduce:,.0f}, reduce-scatter {wire.reduce_scatter:,.0f},"
             f" all-gather {wire.all_gather:,.0f})",
             f"kept whole: {whole / max(total, 1):.2%} of {total:,} bytes of parameters",
         ]
+    )
+
+
+def _host_line(memory: MemoryEstimate) -> str:
+    return (
+        f"bytes in the host's memory per device: opt_state {memory.host:,}, of which"
+        f" streamed through the device {memory.streamed:,} at a time"
     )
 
 
@@ -168,6 +178,27 @@ def _grad_spec(plan: ZeroPlan, leaf: LeafPlan) -> PartitionSpec:
     return PartitionSpec(
         *[None if set(entry_axes(e)) & set(plan.axes) else e for e in leaf.spec]
     )
+
+
+def _state_bytes(plan: ZeroPlan) -> tuple[int, int, int]:
+    """Bytes of the optimizer's state: on the device, there for a while, on the host."""
+    specs = jax.tree.leaves(
+        plan.opt_specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+    states = jax.tree.leaves(plan.abstract_opt_state)
+    sizes = [
+        _local_bytes(plan, x.shape, x.dtype, s)
+        for x, s in zip(states, specs, strict=True)
+    ]
+    if not plan.offloaded:
+        return sum(sizes), 0, 0
+    kept, shared = plan.offloaded.split(jax.tree.unflatten(plan.offloaded.state, sizes))
+    of_param = [sum(k) for k in kept]
+    pieces = [sum(of_param[i] for i in find_others(plan))] + [
+        sum(of_param[i] for i in members) // layers
+        for layers, members in find_stacks(plan).items()
+    ]
+    return sum(shared), 2 * max(pieces), sum(of_param)
 
 
 def _gathered_bytes(plan: ZeroPlan) -> int:

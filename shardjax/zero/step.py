@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 
 from shardjax.precision import LossScale, all_finite, init_scale, next_scale
 from shardjax.zero.gradients import Loss, make_gradients
+from shardjax.zero.offload import choose, init_on_host, update_on_host
 from shardjax.zero.opt_state import trained_only
 from shardjax.zero.plan import ZeroPlan
 
@@ -48,10 +49,15 @@ def state_shardings(plan: ZeroPlan) -> ZeroState:
 
     everywhere: Any = jax.NamedSharding(plan.mesh, jax.P())
     scale = jax.eval_shape(lambda: init_scale(plan.precision.scaling))
+    opt_state = bind(plan.opt_specs)
+    if plan.offloaded:
+        kept, shared = plan.offloaded.split(opt_state)
+        kept = jax.tree.map(lambda s: s.with_memory_kind("pinned_host"), kept)
+        opt_state = plan.offloaded.join(kept, shared)
     return ZeroState(
         everywhere,
         bind(plan.param_specs),
-        bind(plan.opt_specs),
+        opt_state,
         jax.tree.map(lambda _: everywhere, scale),
     )
 
@@ -104,12 +110,49 @@ def init_state(
         return ZeroState(
             jnp.zeros([], jnp.int32),
             params,
-            tx.init(trained_only(plan.leaves, params)),
+            _init_opt_state(plan, tx, trained_only(plan.leaves, params)),
             init_scale(plan.precision.scaling),
         )
 
     jitted = jax.jit(init, out_shardings=state_shardings(plan))
     return jitted(None if make else params)
+
+
+def place_state(state: ZeroState, plan: ZeroPlan) -> ZeroState:
+    """Puts a state where a plan says, such as one made for another plan.
+
+    What lies there already is not copied: it is the same array, to be donated once.
+
+    Args:
+      state: with the parameters and the optimizer of the plan, wherever it lies.
+      plan: where all is to lie.
+
+    Example:
+      >>> import numpy as np, shardjax as sj
+      >>> from shardjax import zero
+      >>> params, tx, mesh = {"w": np.ones((8, 2))}, optax.adam(1e-3), sj.make_mesh("1x1")
+      >>> state = zero.init_state(params, tx, zero.plan_zero(params, tx, mesh, 2))
+      >>> plan = zero.plan_zero(params, tx, mesh, 2, offload="opt_state")
+      >>> moved = zero.place_state(state, plan)
+      >>> moved.opt_state[0].mu["w"].sharding.memory_kind
+      'pinned_host'
+      >>> moved.params["w"] is state.params["w"]
+      True
+    """
+
+    def place(x, sharding):
+        there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(
+            sharding, x.ndim
+        )
+        return x if there else jax.device_put(x, sharding)
+
+    return jax.tree.map(place, state, state_shardings(plan))
+
+
+def _init_opt_state(plan: ZeroPlan, tx, params: PyTree) -> PyTree:
+    if not plan.offloaded:
+        return tx.init(params)
+    return init_on_host(plan, plan.offloaded, jax.tree.leaves(params))
 
 
 def _check_params(plan: ZeroPlan, params) -> None:
@@ -162,35 +205,69 @@ def make_step(
         batch that does not divide, or a loss that returns something else, at the first
         step.
     """
+    gradients = make_clipped_gradients(
+        loss, plan, microbatches=microbatches, clip_norm=clip_norm, seed=seed
+    )
+
+    @partial(jax.jit, donate_argnums=0, out_shardings=(state_shardings(plan), None))
+    def step(state: ZeroState, batch):
+        grads, info, finite = gradients(state, batch)
+        params, opt_state = apply_update(
+            plan, tx, grads, state.opt_state, state.params, finite
+        )
+        scale = scale_after(plan, state.loss_scale, finite)
+        return ZeroState(state.step + 1, params, opt_state, scale), info
+
+    return step
+
+
+def make_clipped_gradients(
+    loss: Loss,
+    plan: ZeroPlan,
+    *,
+    microbatches: int = 1,
+    clip_norm: float | None = None,
+    seed: int | None = None,
+):
+    """Makes `gradients(state, batch) -> (grads, info, finite)`, all of a step but its end.
+
+    Args:
+      loss, plan, microbatches, clip_norm, seed: as of `make_step`.
+
+    Returns:
+      A function to call inside jit. Its results are what `apply_update` takes, what a step
+      tells, and a bool [], None where the loss is not scaled.
+    """
     if microbatches < 1 or isinstance(microbatches, bool):
         raise ValueError(f"`microbatches` must be positive, got {microbatches}")
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"`clip_norm` must be positive or None, got {clip_norm}")
     gradients = make_gradients(loss, plan, microbatches=microbatches, seed=seed)
-    scaling = plan.precision.scaling
 
-    @partial(jax.jit, donate_argnums=0, out_shardings=(state_shardings(plan), None))
-    def step(state: ZeroState, batch):
-        scale = state.loss_scale.scale if state.loss_scale else None
-        value, weight, grads = gradients(state.params, batch, state.step, scale)
+    def clipped(state: ZeroState, batch):
+        scale = state.loss_scale
+        value, weight, grads = gradients(
+            state.params, batch, state.step, scale.scale if scale else None
+        )
         norm = optax.tree.norm(grads)
         info = {"loss": value, "weight": weight, "grad_norm": norm}
         if clip_norm is not None:
             shrink = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
             grads = jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
-        params, opt_state = apply_update(plan, tx, grads, state.opt_state, state.params)
-        new = ZeroState(state.step + 1, params, opt_state, state.loss_scale)
-        if scaling is not None and state.loss_scale is not None:
-            finite = all_finite(grads)
-            new = jax.tree.map(partial(jnp.where, finite), new, state)
-            new = new.replace(
-                step=state.step + 1,
-                loss_scale=next_scale(scaling, state.loss_scale, finite),
-            )
-            info |= {"loss_scale": scale, "skipped": new.loss_scale.skipped}
-        return new, info
+        if scale is None:
+            return grads, info, None
+        finite = all_finite(grads)
+        skipped = scale.skipped + jnp.where(finite, 0, 1)
+        return grads, info | {"loss_scale": scale.scale, "skipped": skipped}, finite
 
-    return step
+    return clipped
+
+
+def scale_after(plan: ZeroPlan, scale: LossScale | None, finite: jax.Array | None):
+    """The scale of the loss after a step; None where it is not scaled."""
+    if plan.precision.scaling is None or scale is None or finite is None:
+        return None
+    return next_scale(plan.precision.scaling, scale, finite)
 
 
 def apply_update(
@@ -199,6 +276,7 @@ def apply_update(
     grads: PyTree,
     opt_state: PyTree,
     params: PyTree,
+    finite: jax.Array | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Moves parameters by their gradients, each device those parts that the plan gives it.
 
@@ -209,19 +287,27 @@ def apply_update(
       grads: of the trained parameters, None for others, split as the plan says.
       opt_state: of the optimizer.
       params: between steps.
+      finite: bool [], False to leave everything as it is; None for True.
 
     Returns:
       The new parameters and state of the optimizer, where they lie between steps.
     """
     split = _place(plan, params, [leaf.split_spec for leaf in plan.leaves])
     mine = trained_only(plan.leaves, split)
-    updates, opt_state = tx.update(grads, opt_state, mine)
-    moved = optax.apply_updates(mine, updates)
-    flat = plan.treedef.flatten_up_to(moved)
-    old = jax.tree.leaves(split)
+    if plan.offloaded:
+        flat = [jax.tree.leaves(tree) for tree in (grads, mine)]
+        moved, opt_state = update_on_host(
+            plan, plan.offloaded, flat[0], opt_state, flat[1], finite
+        )
+    else:
+        updates, new_state = tx.update(grads, opt_state, mine)
+        moved = jax.tree.leaves(optax.apply_updates(mine, updates))
+        old = jax.tree.leaves(mine), opt_state
+        moved, opt_state = choose(finite, (moved, new_state), old)
+    trained = iter(moved)
     new = plan.tree(
-        m if leaf.trained else x
-        for leaf, m, x in zip(plan.leaves, flat, old, strict=True)
+        next(trained) if leaf.trained else x
+        for leaf, x in zip(plan.leaves, jax.tree.leaves(split), strict=True)
     )
     split = _place(plan, new, [leaf.split_spec for leaf in plan.leaves])
     params = _place(plan, split, [leaf.spec for leaf in plan.leaves])

@@ -77,13 +77,23 @@ def plan_small(mesh: str, stage: int, tx, rules=(), params=None, **options):
     return zero.plan_zero(params, tx, sj.make_mesh(mesh), stage, rules, **options)
 
 
-def train(plan, tx, *, steps=20, remat="none", params=None, loss=None, **options):
+def train(
+    plan,
+    tx,
+    *,
+    steps=20,
+    remat="none",
+    params=None,
+    loss=None,
+    batch=small_batch,
+    **options,
+):
     """Trains; returns the state and what the steps told, as numbers."""
     state = zero.init_state(small_params() if params is None else params, tx, plan)
     step = zero.make_step(loss or make_loss(remat), tx, plan, **options)
     infos = []
     for i in range(steps):
-        state, info = step(state, small_batch(i))
+        state, info = step(state, batch(i))
         infos.append(info)
     return state, [jax.tree.map(float, info) for info in infos]
 
