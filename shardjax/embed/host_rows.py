@@ -60,17 +60,31 @@ def store_headers(
         h.uses = 0 if slot.tally < 2 else 1
 
 
+@numba.njit(inline="always")
+def _approach(words, flat, length, row):
+    """Prefetches a row's header and its record, which may lie across cache lines."""
+    r = np.uint64(row)
+    prefetch(words, r)  # pyright: ignore[reportCallIssue]
+    first = r * np.uint64(length)
+    for w in range(0, length + 15, 16):
+        at = first + np.uint64(min(w, length - 1))
+        prefetch(flat, at)  # pyright: ignore[reportCallIssue]
+
+
 @numba.njit(nogil=True, cache=True)
-def take_records(headers, words, records, rows, out, places, tallies, flights):
+def take_records(
+    headers, words, records, rows, numbers, owners, places, out, tallies, flights
+):
     """Copies the records that are there to where they are wanted.
 
     Args:
       headers, records: of the arena.
       words: int64 [room, 4], the memory of the headers.
       rows: int32 [n].
-      out: int32 [m, words], out.
-      places: int64 [n], rows of `out`.
-      tallies: uint32 [n], out.
+      numbers: int64 [n], of the rows in what follows.
+      owners, places: int32 [..], where in `out` the records go.
+      out: int32 [owners, .., words], out.
+      tallies: uint32 [..], out.
       flights: int32 [n], out: write-backs that the others are still in, else 0.
 
     Returns:
@@ -82,36 +96,36 @@ def take_records(headers, words, records, rows, out, places, tallies, flights):
     for start in range(0, rows.shape[0], _BLOCK):
         stop = min(start + _BLOCK, rows.shape[0])
         for i in range(start, stop):
-            r = np.uint64(rows[i])
-            prefetch(words, r)  # pyright: ignore[reportCallIssue]
-            first = r * np.uint64(length)
-            for w in range(0, length + 15, 16):  # a record may lie across cache lines
-                at = first + np.uint64(min(w, length - 1))
-                prefetch(flat, at)  # pyright: ignore[reportCallIssue]
+            _approach(words, flat, length, rows[i])
         for i in range(start, stop):
-            r = rows[i]
+            r, n = rows[i], numbers[i]
             h = headers[r]
-            tallies[i] = h.tally
+            tallies[n] = h.tally
             flights[i] = h.flight
             if h.flight != 0:
                 late += 1
                 continue
-            at = places[i]
+            o, place = owners[n], places[n]
             for w in range(length):
-                out[at, w] = records[r, w]
+                out[o, place, w] = records[r, w]
     return late
 
 
 @numba.njit(nogil=True, cache=True)
-def land_records(data, rows, headers, records):
+def land_records(data, rows, headers, words, records):
     """Copies data[i] to records[rows[i]], which is then there; -1: nobody wants it."""
     length = records.shape[1]
-    for i in range(rows.shape[0]):
-        r = rows[i]
-        if r >= 0:
-            for w in range(length):
-                records[r, w] = data[i, w]
-            headers[r].flight = 0
+    flat = records.reshape(-1, 1)
+    for start in range(0, rows.shape[0], _BLOCK):
+        stop = min(start + _BLOCK, rows.shape[0])
+        for i in range(start, stop):
+            _approach(words, flat, length, max(rows[i], 0))
+        for i in range(start, stop):
+            r = rows[i]
+            if r >= 0:
+                for w in range(length):
+                    records[r, w] = data[i, w]
+                headers[r].flight = 0
 
 
 @numba.njit(nogil=True, cache=True)

@@ -33,6 +33,35 @@ MAX_USES = {"lfu": 15, "lru": 1}
 _BLOCK = 32
 
 
+@numba.njit(inline="always")
+def _approach(
+    table, unique_entry, start, stop, single_owner, devices, columns, words, where,
+    owners,
+):  # fmt: skip
+    """Finds where unique keys [start, stop) have their rows, and prefetches the slots.
+
+    Two passes and no branch on what is found: a wrong guess would wait for the entry.
+
+    Args:
+      columns: slots per owner that somebody keeps track of.
+      words, where, owners: of `survey`; -1 in `where` stays.
+    """
+    for g in range(start, stop):
+        prefetch(table, np.uint64(unique_entry[g]))  # pyright: ignore[reportCallIssue]
+    for g in range(start, stop):
+        owners[g] = 0
+        if where[g] < 0:
+            continue
+        i = unique_entry[g]
+        code = code_of(table[i, 1])
+        owner = owner_of(table[i, 0], single_owner, devices)
+        owners[g] = owner
+        where[g] = np.int64(code)
+        if columns > 0:
+            at = np.uint64(owner * columns) + min(code, np.uint64(columns - 1))
+            prefetch(words, at)  # pyright: ignore[reportCallIssue]
+
+
 @numba.njit(nogil=True, cache=True)
 def survey(
     table, unique_entry, unique, single_owner, devices, first_step, slots, words,
@@ -57,18 +86,10 @@ def survey(
     tracked = slots.shape[1] > 0
     for start in range(0, unique, _BLOCK):
         stop = min(start + _BLOCK, unique)
-        for g in range(start, stop):
-            owners[g] = 0
-            if where[g] < 0:
-                continue
-            i = unique_entry[g]
-            code = code_of(table[i, 1])
-            owner = owner_of(table[i, 0], single_owner, devices)
-            owners[g] = owner
-            where[g] = np.int64(code)
-            if tracked and code < HOST:
-                at = np.uint64(owner) * np.uint64(slots.shape[1]) + code
-                prefetch(words, at)  # pyright: ignore[reportCallIssue]
+        _approach(
+            table, unique_entry, start, stop, single_owner, devices, slots.shape[1],
+            words, where, owners,
+        )  # fmt: skip
         for g in range(start, stop):
             if where[g] < 0:
                 continue
@@ -108,18 +129,10 @@ def commit(
     tracked = slots.shape[1] > 0
     for start in range(0, unique, _BLOCK):
         stop = min(start + _BLOCK, unique)
-        for g in range(start, stop):
-            owners[g] = 0
-            if where[g] < 0:
-                continue
-            i = unique_entry[g]
-            owner = owner_of(table[i, 0], single_owner, devices)
-            owners[g] = owner
-            code = code_of(table[i, 1])
-            where[g] = np.int64(code)
-            if tracked and code < HOST:
-                at = np.uint64(owner) * np.uint64(slots.shape[1]) + code
-                prefetch(words, at)  # pyright: ignore[reportCallIssue]
+        _approach(
+            table, unique_entry, start, stop, single_owner, devices, slots.shape[1],
+            words, where, owners,
+        )  # fmt: skip
         for g in range(start, stop):
             if where[g] < 0:
                 continue
@@ -128,13 +141,11 @@ def commit(
             if code < HOST:
                 if tracked:
                     slot = slots[owner, code]
-                    if slot.last_step < first_step:
-                        pinned[owner] += 1
+                    pinned[owner] += slot.last_step < first_step
                     slot.last_step = step
                     amount = amounts[g] if amounts.shape[0] else 1
                     slot.tally = min(slot.tally + amount, MOST_TALLY)
-                    if slot.uses < max_uses:
-                        slot.uses += 1
+                    slot.uses = min(slot.uses + 1, max_uses)
             elif code < PENDING or code == NEW:
                 i = unique_entry[g]
                 keys[count] = table[i, 0]

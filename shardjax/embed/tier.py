@@ -40,11 +40,11 @@ def _first_words(keys, seed, words):
 
 
 @numba.njit(nogil=True, cache=True)
-def number_by_owner(owners, counts, places, at):
-    """Numbers rows within their owners: places[at[i]]; `counts`, in and out."""
-    for i in range(owners.shape[0]):
-        places[at[i]] = counts[owners[i]]
-        counts[owners[i]] += 1
+def number_by_owner(owners, at, counts, places):
+    """Numbers the rows `at` within their owners: places[at[i]]; `counts`, in and out."""
+    for n in at:
+        places[n] = counts[owners[n]]
+        counts[owners[n]] += 1
 
 
 @numba.njit(nogil=True, cache=True)
@@ -125,9 +125,12 @@ class Tier:
     def _land(self, data: np.ndarray, rows: np.ndarray) -> None:
         """Copies records, int32 [n, words], to rows of the RAM tier, int32 [n]."""
         assert self.host is not None
-        headers, records = self.host.headers, self.host.records
+        host = self.host
         self._in_parts(
-            len(rows), lambda p: land_records(data[p], rows[p], headers, records)
+            len(rows),
+            lambda p: land_records(
+                data[p], rows[p], host.headers, host.header_words, host.records
+            ),
         )
 
     def _in_parts(self, n: int, copy: Callable[[slice], Any]) -> list:
@@ -256,14 +259,13 @@ class Tier:
 
     def _write_back(self, left, last_steps) -> WriteBack | None:
         """Finds rows of the RAM tier for the rows that leave the devices."""
-        count = sum(len(x) for x in left)
+        counts = [len(x) for x in left]
+        count = sum(counts)
         if not count:
             return None
         assert self.host is not None
         host, residents = self.host, self.residents
-        owners = np.repeat(
-            np.arange(self.owners, dtype=np.int32), [len(x) for x in left]
-        )
+        owners = np.repeat(np.arange(self.owners, dtype=np.int32), counts)
         places = np.concatenate([np.arange(len(x), dtype=np.int32) for x in left])
         slots = np.concatenate(left)
         rows = host.take(count)
@@ -278,7 +280,9 @@ class Tier:
             self.indexes[t].relocate(keys[at], where)
         padded_slots = padded(left)
         padded_rows = np.full(padded_slots.shape, -1, np.int32)
-        padded_rows[owners, places] = rows
+        own_rows = np.split(rows, np.cumsum(counts[:-1]))
+        for padded_own, own in zip(padded_rows, own_rows, strict=True):
+            padded_own[: len(own)] = own
         write_back = WriteBack(padded_slots, padded_rows, keys, tables, owners, places)
         self._flying[self._flights] = write_back
         return write_back
@@ -301,41 +305,33 @@ class Tier:
         assert self.host is not None
         host = self.host
         counts = np.zeros(self.owners, np.int32)
-        number_by_owner(coming.owners[back], counts, places, back)
+        number_by_owner(coming.owners, back, counts, places)
         stored_slots = padded([np.zeros(n, np.int32) for n in counts])
-        n = stored_slots.shape[1]
-        records = np.empty((self.owners, n, host.words), np.int32)
+        records = np.empty((*stored_slots.shape, host.words), np.int32)
         stored = Stored(stored_slots, records)
-        flat = records.reshape(-1, host.words)
         if found is not None:
             disk = np.flatnonzero(from_disk)
-            flat[coming.owners[disk] * np.int64(n) + places[disk]] = found.rows[
-                found.mask
-            ]
+            records[coming.owners[disk], places[disk]] = found.rows[found.mask]
             before[disk] = found.tallies[found.mask]
             back = back[~from_disk[back]]
-        owners = coming.owners[back]
         rows = (coming.sources[back] - int(HOST)).astype(np.int32)
         flights = np.empty(len(rows), np.int32)
-        tallies = np.empty(len(rows), np.uint32)
-        at = owners * np.int64(n) + places[back]
         late = sum(
             self._in_parts(
                 len(rows),
                 lambda p: take_records(
-                    host.headers, host.header_words, host.records, rows[p], flat, at[p],
-                    tallies[p], flights[p],
+                    host.headers, host.header_words, host.records, rows[p], back[p],
+                    coming.owners, places, records, before, flights[p],
                 ),
             )
         )  # fmt: skip
-        before[back] = tallies
         for number, write_back in self._flying.items() if late else ():
             own = np.flatnonzero(flights == number)
             if len(own):
                 sources = host.headers["place"][rows[own]]
-                write_back.rows[owners[own], sources] = -1
-                here = places[back[own]]
-                stored.late.append((write_back, owners[own], sources, here))
+                owners, here = coming.owners[back[own]], places[back[own]]
+                write_back.rows[owners, sources] = -1
+                stored.late.append((write_back, owners, sources, here))
         host.release(rows)
         return stored, places, before
 
