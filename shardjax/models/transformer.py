@@ -147,8 +147,7 @@ def _attention(layer: dict, x: Float[Array, "batch seq dim"], turns):
 def _attend(q, k, v):
     """Causal softmax attention over [batch, heads, seq, head_dim], softmax in float32.
 
-    Divides after mixing and not before, [seq, head_dim] and not [seq, seq] times: 10 % of
-    a step on a CPU.
+    Divides after mixing and not before: [seq, head_dim] numbers and not [seq, seq].
     """
     seq = q.shape[2]
     scores = jnp.einsum("bhqk,bhsk->bhqs", q, k, preferred_element_type=jnp.float32)
