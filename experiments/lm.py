@@ -19,7 +19,8 @@ import logging
 import math
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 import shardjax as sj
 from experiments import config as configs
@@ -86,6 +88,8 @@ class Config:
     remat: str = "none"
     """What is kept for the backward pass: none (all), full (layers' inputs), dots, sqrt,
     save:NAME,... or offload:NAME,... of block_in, attention, mlp_hidden."""
+    offload: Literal["none", "opt_state"] = "none"
+    """opt_state: the optimizer's state is in the host's memory between updates (adamw, sgd)."""
     precision: Literal["f32", "bf16", "f16"] = "f32"
     """What is computed in; parameters and optimizer are float32."""
     steps: int = 1500
@@ -171,41 +175,42 @@ def main(config: Config) -> dict[str, Any]:
     return result
 
 
-class Run:
-    """A model on a mesh, its training and its evaluation."""
+@dataclass(frozen=True)
+class Program:
+    """What trains a config's model on a mesh, before there is any data or state.
 
-    def __init__(self, config: Config, text: Text):
-        self.config, self.text = config, text
-        self.mesh = sj.make_mesh(config.mesh)
-        self.rows: list[dict[str, float]] = []
-        self.model = nnx.eval_shape(self._build)
-        graph, abstract = nnx.split(self.model, nnx.Param)
-        tx = config.optim.optimizer(config.steps, config.batch_size)
-        self.plan = zero.plan_zero(
-            abstract,
-            tx,
-            self.mesh,
-            config.zero,
-            gpt.TP_RULES,
-            blocks=("blocks/",),
-            precision=config.precision,
+    Attributes:
+      model: its sizes; its parameters have shapes only.
+      plan: where everything lies.
+      loss: of parameters and a batch.
+      step: trains on a batch; it can be compiled for devices that are not here.
+      init: makes the first state.
+    """
+
+    model: gpt.GPT
+    plan: zero.ZeroPlan
+    loss: zero.Loss
+    step: Any
+    init: Callable[[], zero.ZeroState]
+
+
+def build(config: Config, mesh: Mesh) -> Program:
+    """The program of a config on a mesh of its shape; allocates nothing.
+
+    Args:
+      config: all settings.
+      mesh: of the devices, here or described (`jax.experimental.topologies`).
+
+    Raises:
+      ValueError: for a mesh of another shape.
+    """
+    if sj.mesh.as_mesh_shape(mesh) != sj.MeshShape.parse(config.mesh):
+        raise ValueError(
+            f"the mesh must have the shape {config.mesh} of the config, got"
+            f" {sj.mesh.as_mesh_shape(mesh)}. Give the config the mesh's shape"
         )
 
-        def loss(params, batch):
-            model = nnx.merge(graph, params)
-            return gpt.next_token_loss(model, batch["tokens"], batch["weights"])
-
-        self._loss = loss
-        self._batch = jax.NamedSharding(self.mesh, jax.P(sj.DATA_AXIS))
-        self.step = zero.make_step(
-            loss, tx, self.plan, microbatches=config.microbatches
-        )
-        self.state = zero.init_state(
-            lambda: nnx.split(self._build(), nnx.Param)[1], tx, self.plan
-        )
-
-    def _build(self) -> gpt.GPT:
-        config = self.config
+    def make() -> gpt.GPT:
         learned = config.positions == "learned"
         return SIZES[config.size](
             positions=config.positions,
@@ -213,6 +218,48 @@ class Run:
             remat=config.remat,
             rngs=nnx.Rngs(config.seed),
         )
+
+    model = nnx.eval_shape(make)
+    graph, abstract = nnx.split(model, nnx.Param)
+    optim = replace(
+        config.optim, clip=0.0
+    )  # the step clips: it can while state streams
+    tx = optim.optimizer(config.steps, config.batch_size)
+    plan = zero.plan_zero(
+        abstract,
+        tx,
+        mesh,
+        config.zero,
+        gpt.TP_RULES,
+        blocks=("blocks/",),
+        precision=config.precision,
+        offload=config.offload,
+    )
+
+    def loss(params, batch):
+        model = nnx.merge(graph, params)
+        return gpt.next_token_loss(model, batch["tokens"], batch["weights"])
+
+    def init() -> zero.ZeroState:
+        return zero.init_state(lambda: nnx.split(make(), nnx.Param)[1], tx, plan)
+
+    clip, parts = config.optim.clip or None, config.microbatches
+    step = zero.make_step(loss, tx, plan, microbatches=parts, clip_norm=clip)
+    return Program(model, plan, loss, step, init)
+
+
+class Run:
+    """A model on a mesh, its training and its evaluation."""
+
+    def __init__(self, config: Config, text: Text):
+        self.config, self.text = config, text
+        self.mesh = sj.make_mesh(config.mesh)
+        self.rows: list[dict[str, float]] = []
+        program = build(config, self.mesh)
+        self.model, self.plan, self.step = program.model, program.plan, program.step
+        self._loss = program.loss
+        self._batch = jax.NamedSharding(self.mesh, jax.P(sj.DATA_AXIS))
+        self.state = program.init()
 
     def train(self, writer: writers.Writer) -> dict[str, Any]:
         """Trains, and returns its part of the result."""
