@@ -314,7 +314,7 @@ def _element(program: Program, name: str, source: str, place: int) -> str | None
 
 def _place(program: Program, name: str, source: str) -> int | None:
     """Which part of a computation's parameter an instruction is."""
-    found = program.computations[name].get(source)
+    found = _original(program, name, source)
     if found is None or found.opcode != "get-tuple-element":
         return None
     tuple_ = program.computations[name].get(found.operands[0])
@@ -325,9 +325,15 @@ def _place(program: Program, name: str, source: str) -> int | None:
 
 
 def _constant(program: Program, name: str, source: str | None) -> int | None:
-    found = program.computations[name].get(source or "")
-    while found is not None and found.opcode == "copy":
-        found = program.computations[name].get(found.operands[0])
+    found = _original(program, name, source or "")
     if found is None or found.opcode != "constant":
         return None
     return int(found.operands[0]) if re.match(r"[su]\d+\[\]", found.shape) else None
+
+
+def _original(program: Program, name: str, source: str) -> Instruction | None:
+    """The instruction, or what it is a copy of."""
+    found = program.computations[name].get(source)
+    while found is not None and found.opcode == "copy":
+        found = program.computations[name].get(found.operands[0])
+    return found

@@ -44,6 +44,10 @@ _RESULT_ONLY = ("all-reduce-start",)
 # What follows the first operand of these is a token, or a buffer and offsets.
 _FIRST_ONLY = ("send", "ragged-all-to-all")
 
+# TPUs run a collective bit by bit inside of what they compute meanwhile. Each of these
+# fusions names all of it, and only the one that starts it has a -1.
+_LATER_BIT = re.compile(r'"async_collective_fusion_config":\{"flag_start":"(?!-1")')
+
 _SLICES = re.compile(r'megascale_target="\{([\d,]+)\}x')
 
 
@@ -102,8 +106,9 @@ class WireBytes:
 def collectives(program: Any, *, devices: int | Mesh) -> list[Collective]:
     """Finds all collectives of a compiled program.
 
-    An asynchronous pair is one collective, and so is one of several arrays. On TPUs a
-    fused all-reduce that only keeps a part of its result is a reduce-scatter.
+    An asynchronous pair is one collective, and so is one of several arrays, or one that
+    TPUs run bit by bit inside of other fusions. On TPUs a fused all-reduce that only keeps
+    a part of its result is a reduce-scatter.
 
     Args:
       program: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
@@ -174,6 +179,8 @@ def _sum_by(found: list[Collective], key: Callable[[Collective], Any]) -> dict:
 
 
 def _kind(computation: str, instruction: Instruction) -> str | None:
+    if _LATER_BIT.search(instruction.attributes):
+        return None
     kind = instruction.opcode.removesuffix("-start")
     if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
         return "reduce-scatter"  # a TPU's fusion: what follows keeps one part

@@ -184,6 +184,30 @@ def test_a_fused_all_reduce_of_tpus_is_a_reduce_scatter():
     assert one.bytes_sent == 7 * 8 * 128 * 2
 
 
+def test_a_gather_of_tpus_inside_of_other_fusions_counts_once():
+    flags = {"start": "-1", "during": "2", "done": "2"}
+    before = "".join(
+        f"""
+    %{name} (p: bf16[8]) -> bf16[64] {{
+      %p = bf16[8]{{0}} parameter(0)
+      ROOT %ag.{name} = bf16[64]{{0}} all-gather(%p), channel_id=17, replica_groups={{}}, backend_config={{"flag_configs":[],"async_collective_fusion_config":{{"flag_start":"{flag}","flag_end":"8"}}}}
+    }}
+    """  # noqa: E501
+        for name, flag in flags.items()
+    )
+    one = _only(
+        _program(
+            """
+  %x = bf16[8]{0} parameter(0)
+  %a = bf16[64]{0} fusion(%x), kind=kCustom, calls=%start
+  %b = bf16[64]{0} fusion(%x), kind=kOutput, calls=%during
+  ROOT %c = bf16[64]{0} fusion(%x), kind=kCustom, calls=%done""",
+            before=before,
+        )
+    )
+    assert (one.name, one.times, one.bytes_sent) == ("ag.start", 1, 112)
+
+
 def test_what_slices_send_each_other_is_cross_slice():
     one = _only(
         _program("""
@@ -245,6 +269,11 @@ ENTRY %main (x: f32[8], n: s32[]) -> f32[8] {
     [
         ("", "", 16),
         ("constant(0)", "constant(4)", 12),
+        (
+            "%next = s32[]{:T(128)} add(%i, %one)",
+            "%c = s32[] copy(%i)\n  %next = s32[] add(%c, %one)",
+            16,
+        ),
         ("%one = s32[]{:T(128)} constant(1)", "%one = s32[] constant(5)", 4),
         ("constant(0)", "constant(16)", None),
         ("%limit = s32[]{:T(128)} constant(16)", "%limit = s32[] fusion(%p)", None),
