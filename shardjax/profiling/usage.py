@@ -19,7 +19,8 @@ class Memory:
       temporaries: on the device while it runs; TPUs often report 0, see `peak`.
       host: arguments, outputs and temporaries in the memory of the host, for this
         device. CPU programs report none: there all memory counts as the device's.
-      peak: the most that lies on the device at a time.
+      peak: the most that lies on the device at a time. Of a TPU program it may be too
+        much by outputs in the memory of the host, for which no argument was donated.
     """
 
     arguments: int
@@ -35,7 +36,7 @@ def memory(compiled: Any, *, platform: str | None = None) -> Memory:
 
     The backends report it differently. The peak of a CPU program is the sum of what is
     alive (XLA's own figure leaves out temporaries); that of a TPU program excludes the
-    host's part, which XLA includes.
+    host's part, which XLA includes, but for outputs, which may not be there at the peak.
 
     Args:
       compiled: what `jax.jit(f).lower(...).compile()` returns.
@@ -79,11 +80,11 @@ def memory(compiled: Any, *, platform: str | None = None) -> Memory:
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
         host=host,
-        peak=_peak(stats, platform, host),
+        peak=_peak(stats, platform),
     )
 
 
-def _peak(stats: Any, platform: str, host: int) -> int:
+def _peak(stats: Any, platform: str) -> int:
     if platform == "cpu":
         return (
             stats.argument_size_in_bytes
@@ -91,7 +92,10 @@ def _peak(stats: Any, platform: str, host: int) -> int:
             - stats.alias_size_in_bytes
             + stats.temp_size_in_bytes
         )
-    return stats.peak_memory_in_bytes - (host if platform == "tpu" else 0)
+    if platform == "tpu":
+        host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
+        return stats.peak_memory_in_bytes - host
+    return stats.peak_memory_in_bytes
 
 
 def _platform(compiled: Any) -> str:
