@@ -48,6 +48,7 @@ from experiments.text import (
     training_batch,
 )
 from shardjax import profiling, writers, zero
+from shardjax.mesh import as_mesh_shape
 from shardjax.models import gpt
 from shardjax.pacing import Pace
 from shardjax.precision import Precision
@@ -204,10 +205,10 @@ def build(config: Config, mesh: Mesh) -> Program:
     Raises:
       ValueError: for a mesh of another shape.
     """
-    if sj.mesh.as_mesh_shape(mesh) != sj.MeshShape.parse(config.mesh):
+    if as_mesh_shape(mesh) != sj.MeshShape.parse(config.mesh):
         raise ValueError(
             f"the mesh must have the shape {config.mesh} of the config, got"
-            f" {sj.mesh.as_mesh_shape(mesh)}. Give the config the mesh's shape"
+            f" {as_mesh_shape(mesh)}. Give the config the mesh's shape"
         )
 
     def make() -> gpt.GPT:

@@ -30,6 +30,7 @@ from jax.sharding import Mesh
 import shardjax as sj
 from experiments import config as configs, lm
 from shardjax import profiling, zero
+from shardjax.mesh import as_mesh_shape
 
 log = logging.getLogger("experiments.scale")
 
@@ -174,7 +175,7 @@ def measure(asked: Row) -> Row:
     options = {k: v for k, v in asked.items() if k not in ("topology", "sequences")}
     batch_size = asked["sequences"] * mesh.size
     sizes = {"batch_size": batch_size, "eval_batch_size": batch_size}
-    shape = str(sj.mesh.as_mesh_shape(mesh))
+    shape = str(as_mesh_shape(mesh))
     config = lm.from_anything(options | sizes | {"mesh": shape})
     program = lm.build(config, mesh)
     state = zero.abstract_state(program.plan)
@@ -292,9 +293,10 @@ TPU: the programs are those that TPUs would run, and none was run. {sequences} s
 
 Memory is in GiB per device, bytes on the wire in MB that a device sends per step.
 
-- **state**: parameters and optimizer state on the device; the plan's is `zero.estimate_memory`,
-  the compiled one the program's arguments, with the batch. **all** adds gradients and what stage
-  3 gathers; activations and the compiler's temporaries are in the **peak** only.
+- **state**: parameters and optimizer state on the device, as `zero.estimate_memory` plans them
+  and as arguments of the program, with the batch. **all** adds gradients and what is gathered
+  or streamed for a while; activations and the compiler's temporaries are in the **peak** only.
+- **host**: bytes in the memory of the host; what is updated there counts as old and as new.
 - **fits**: whether the compiler found room in a device's memory; if not, what it would need.
 - **wire**: `zero.predict_wire_bytes`, and the collectives of the program, as on rings.
 """
