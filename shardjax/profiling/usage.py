@@ -19,8 +19,8 @@ class Memory:
       temporaries: on the device while it runs; TPUs often report 0, see `peak`.
       host: arguments, outputs and temporaries in the memory of the host, for this
         device. CPU programs report none: there all memory counts as the device's.
-      peak: the most that lies on the device at a time. Of a TPU program it may be too
-        much by outputs in the memory of the host, for which no argument was donated.
+      peak: the most that lies on the device at a time. That of a TPU program which makes
+        arrays in the memory of the host is an upper bound.
     """
 
     arguments: int
@@ -35,8 +35,9 @@ def memory(compiled: Any, *, platform: str | None = None) -> Memory:
     """Reads the memory that a compiled program needs, without running it.
 
     The backends report it differently. The peak of a CPU program is the sum of what is
-    alive (XLA's own figure leaves out temporaries); that of a TPU program excludes the
-    host's part, which XLA includes, but for outputs, which may not be there at the peak.
+    alive (XLA's own figure leaves out temporaries). That of a TPU program excludes
+    arguments in the memory of the host, which XLA includes. XLA includes what the program
+    makes there too, but whether at the time of the peak it does not say.
 
     Args:
       compiled: what `jax.jit(f).lower(...).compile()` returns.
@@ -85,17 +86,18 @@ def memory(compiled: Any, *, platform: str | None = None) -> Memory:
 
 
 def _peak(stats: Any, platform: str) -> int:
+    alive = (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+    )
     if platform == "cpu":
-        return (
-            stats.argument_size_in_bytes
-            + stats.output_size_in_bytes
-            - stats.alias_size_in_bytes
-            + stats.temp_size_in_bytes
-        )
-    if platform == "tpu":
-        host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
-        return stats.peak_memory_in_bytes - host
-    return stats.peak_memory_in_bytes
+        return alive
+    if platform != "tpu":
+        return stats.peak_memory_in_bytes
+    peak = stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes
+    return min(peak, alive) if stats.temp_size_in_bytes else peak  # 0: not reported
 
 
 def _platform(compiled: Any) -> str:

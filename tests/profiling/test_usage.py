@@ -34,10 +34,23 @@ def _compiled(stats=STATS, shardings=()):
 
 @pytest.mark.parametrize(
     ("platform", "peak"),
-    [("cpu", 100 + 50 - 40 + 7), ("tpu", 500 - 30 - 5), ("gpu", 500), ("cuda", 500)],
+    [
+        ("cpu", 100 + 50 - 40 + 7),
+        ("tpu", 100 + 50 - 40 + 7),
+        ("gpu", 500),
+        ("cuda", 500),
+    ],
 )
 def test_each_backend_has_its_own_peak(platform, peak):
     assert memory(_compiled(), platform=platform) == Memory(100, 50, 40, 7, 45, peak)
+
+
+@pytest.mark.parametrize(
+    ("changes", "peak"),
+    [({"peak_memory_in_bytes": 140}, 110), ({"temp_size_in_bytes": 0}, 470)],
+)
+def test_arguments_on_the_host_are_not_in_the_peak_of_a_tpu(changes, peak):
+    assert memory(_compiled(STATS | changes), platform="tpu").peak == peak
 
 
 def test_a_program_on_a_mesh_is_told_per_device():
