@@ -37,7 +37,10 @@ log = logging.getLogger("experiments.scale")
 Row = dict[str, Any]
 
 _TOPOLOGY = re.compile(r"(?:([1-9]\d*)\*)?([a-z]\w*:\d+x\d+(?:x\d+)?)")
-_TOO_LARGE = re.compile(r"\(([\d.]+)([KMG])\) exceeds available HBM \(([\d.]+)G\)")
+_REFUSED = re.compile(r"UNIMPLEMENTED: (.*?)\.?$", re.MULTILINE)
+_TOO_LARGE = re.compile(
+    r"RESOURCE_EXHAUSTED: .*\(([\d.]+)([KMG])\) exceeds available HBM \(([\d.]+)G\)"
+)
 _GIB = {"K": 2**-20, "M": 2**-10, "G": 1.0}
 
 
@@ -51,7 +54,7 @@ class Config:
     """Of the model, as of experiments.lm."""
     stages: tuple[int, ...] = zero.STAGES
     """Of ZeRO."""
-    offloads: tuple[str, ...] = ("none",)
+    offloads: tuple[str, ...] = ("none", "opt_state")
     """Where the optimizer's state is: none (on the devices), opt_state (the host's memory)."""
     sequences: int = 1
     """Sequences per device and step."""
@@ -169,7 +172,7 @@ def measure(asked: Row) -> Row:
       asked: one of `cases`.
 
     Returns:
-      The other entries of the row. Bytes are per device, "needed" is None for what fits.
+      The other entries of the row, as of `compile_or_not` too. Bytes are per device.
     """
     mesh = describe_mesh(asked["topology"])
     options = {k: v for k, v in asked.items() if k not in ("topology", "sequences")}
@@ -181,7 +184,7 @@ def measure(asked: Row) -> Row:
     state = zero.abstract_state(program.plan)
     lowered = program.step.lower(state, abstract_batch(config, mesh))
     started = time.perf_counter()
-    compiled, needed = compile_or_not(lowered)
+    compiled, problem = compile_or_not(lowered)
     estimate = zero.estimate_memory(program.plan)
     return {
         "mesh": shape,
@@ -189,8 +192,7 @@ def measure(asked: Row) -> Row:
         "estimate": asdict(estimate) | {"total": estimate.total},
         "predicted_wire": zero.predict_wire_bytes(program.plan).total,
         "seconds": round(time.perf_counter() - started, 1),
-        "needed": needed,
-    } | ({} if compiled is None else _read_program(compiled, mesh))
+    } | (problem or _read_program(compiled, mesh))
 
 
 def abstract_batch(config: lm.Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
@@ -207,19 +209,21 @@ def abstract_batch(config: lm.Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStr
     }
 
 
-def compile_or_not(lowered: Any) -> tuple[Any, tuple[float, float] | None]:
-    """Compiles, if the memory of a device is enough.
+def compile_or_not(lowered: Any) -> tuple[Any, Row]:
+    """Compiles, if the memory of a device is enough and the compiler can.
 
     Returns:
-      The program and None; or None and the GiB that it needs and that there are.
+      The program and nothing; or None and "needed", the GiB that it needs and that there
+      are, or "refused", what the compiler cannot do.
     """
     try:
-        return lowered.compile(), None
+        return lowered.compile(), {}
     except jax.errors.JaxRuntimeError as error:
-        found = _TOO_LARGE.search(str(error))
-        if "RESOURCE_EXHAUSTED" not in str(error) or found is None:
-            raise
-        return None, (float(found[1]) * _GIB[found[2]], float(found[3]))
+        if found := _TOO_LARGE.search(str(error)):
+            return None, {"needed": [float(found[1]) * _GIB[found[2]], float(found[3])]}
+        if found := _REFUSED.search(str(error)):
+            return None, {"refused": found[1]}
+        raise
 
 
 def _read_program(compiled: Any, mesh: Mesh) -> Row:
@@ -297,17 +301,19 @@ Memory is in GiB per device, bytes on the wire in MB that a device sends per ste
   and as arguments of the program, with the batch. **all** adds gradients and what is gathered
   or streamed for a while; activations and the compiler's temporaries are in the **peak** only.
 - **host**: bytes in the memory of the host; what is updated there counts as old and as new.
-- **fits**: whether the compiler found room in a device's memory; if not, what it would need.
+- **fits**: whether the compiler found room in a device's memory; if not, what it would need, or
+  what it cannot do.
 - **wire**: `zero.predict_wire_bytes`, and the collectives of the program, as on rings.
 
 What is on the wire beyond the plan, of the size large, is the compiler's choice:
 
 - On v5e:2x4, stages 1 and 2 sum one stack, of the matrices to queries, keys and values, by an
   all-reduce of which each device keeps a part: twice the bytes of a reduce-scatter.
-- On two slices and on 16x16, all reduce-scatters become all-reduces, those of two slices within
+- On two slices and on 16x16, reduce-scatters become all-reduces, those of two slices within
   each slice; what the slices send each other besides is counted too.
 - On 16x16, stage 3 also gathers what projects attention by an all-reduce: a device keeps 8 of
   its 2048 columns, less than the 128 of a tile.
+- Stage 0 with offload, short of memory, communicates gradients twice.
 - With one microbatch, as here, stages 1 and 2 are the same program.
 """
 
@@ -317,8 +323,10 @@ def _cells(row: Row) -> list[str]:
     state = estimate["params"] + estimate["opt_state"]
     host = estimate["host"] if memory is None else memory["host"]
     fits = "yes"
-    if row["needed"]:
+    if row.get("needed"):
         fits = "does not fit: needs {:.2f} of {:.2f}".format(*row["needed"])
+    elif "refused" in row:
+        fits = f"refused: {row['refused']}"
     return [
         row["topology"].replace("*", " x "),
         row["mesh"],

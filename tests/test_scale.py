@@ -39,7 +39,9 @@ def asked(**options):
     Its sizes are multiples of TPUs' tiles also after they were split over 8 devices, so
     nothing is padded.
     """
-    config = scale.Config(topologies=("v5e:2x4",), sizes=("large",), stages=(0,))
+    config = scale.Config(
+        topologies=("v5e:2x4",), sizes=("large",), stages=(0,), offloads=("none",)
+    )
     [row] = scale.cases(config)
     return row | options
 
@@ -60,7 +62,6 @@ ROW = {
     "estimate": {"params": 2**29, "opt_state": 2**29, "host": 0, "total": 3 * 2**29},
     "predicted_wire": 2e6,
     "seconds": 12.3,
-    "needed": None,
     "memory": {"arguments": 2**30, "peak": 2**31, "host": 2**28},
     "wire": 3e6,
     "unknown": 0,
@@ -75,6 +76,7 @@ def test_rows_become_lines_of_the_table(monkeypatch):
         [
             asked(zero=3) | ROW | {"unknown": 2},
             asked(topology="2*v5e:2x4", offload="opt_state") | too_large,
+            asked() | too_large | {"needed": None, "refused": "No such slices yet"},
         ]
     )
     lines = [line for line in text.splitlines() if line.startswith("| ")]
@@ -83,6 +85,8 @@ def test_rows_become_lines_of_the_table(monkeypatch):
         " | 2.0 | 3.0 (1.50x, 2 unknown) | 12 s |",
         "| 2 x v5e:2x4 | 8x1 | large | 2.0 M | 0, offload | 1.000 | - | 1.500 | - | 0.000"
         " | does not fit: needs 19.50 of 15.75 | 2.0 | - | 12 s |",
+        "| v5e:2x4 | 8x1 | large | 2.0 M | 0 | 1.000 | - | 1.500 | - | 0.000"
+        " | refused: No such slices yet | 2.0 | - | 12 s |",
     ]
     assert "1 sequence of\n1024 bytes per device, precision bf16, remat full" in text
 
@@ -92,7 +96,7 @@ def test_rows_of_a_file_are_not_made_again(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     made = []
     monkeypatch.setattr(scale, "measure", lambda row: made.append(row["zero"]) or ROW)
-    options = {"sizes": ("large",), "topologies": ("v5e:2x4",)}
+    options = {"sizes": ("large",), "topologies": ("v5e:2x4",), "offloads": ("none",)}
     files = {"out": tmp_path / "t.md", "rows": tmp_path / "rows.jsonl"}
     scale.main(scale.Config(stages=(0, 3), **options, **files))
     rows = scale.main(scale.Config(stages=(3, 1, 0), **options, **files))
@@ -136,12 +140,19 @@ class Failing:
         raise jax.errors.JaxRuntimeError(self.message)
 
 
-def test_too_large_a_program_says_what_it_needs():
-    message = (
-        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for"
-    )
-    message += " HLO temporaries (18.17G) exceeds available HBM (15.75G)."
-    assert scale.compile_or_not(Failing(message)) == (None, (18.17, 15.75))
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO"
+            " temporaries (18.17G) exceeds available HBM (15.75G).",
+            {"needed": [18.17, 15.75]},
+        ),
+        ("UNIMPLEMENTED: No slices yet.\n\nWhile: a = b", {"refused": "No slices yet"}),
+    ],
+)
+def test_what_cannot_be_compiled_says_why(message, problem):
+    assert scale.compile_or_not(Failing(message)) == (None, problem)
 
 
 def test_other_errors_of_the_compiler_are_not_hidden():
