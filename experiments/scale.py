@@ -289,9 +289,9 @@ _COLUMNS = (
 
 _TEXT = """# The language model's training step on TPUs that were not there
 
-Written by `python -m experiments.scale` on {date} with {versions}, on a machine without any
-TPU: the programs are those that TPUs would run, and none was run. {sequences} sequence of
-{seq_len} bytes per device, precision {precision}, remat {remat}, adamw.
+Written by `python -m experiments.scale` on {date} with {versions}.
+There was no TPU: the programs are those that TPUs would run, and none was run. {sequences} sequence
+of {seq_len} bytes per device, precision {precision}, remat {remat}, adamw.
 
 {table}
 
@@ -313,7 +313,9 @@ What is on the wire beyond the plan, of the size large, is the compiler's choice
   each slice; what the slices send each other besides is counted too.
 - On 16x16, stage 3 also gathers what projects attention by an all-reduce: a device keeps 8 of
   its 2048 columns, less than the 128 of a tile.
-- Stage 0 with offload, short of memory, communicates gradients twice.
+- Stage 0 with offload is short of memory: the compiler all-reduces gradients a second time for
+  the update and does not keep them.
+- Refused on 16x16 is the offload of the norms' scales: a device keeps 8 of their 2048 columns.
 - With one microbatch, as here, stages 1 and 2 are the same program.
 """
 

@@ -88,7 +88,7 @@ def test_rows_become_lines_of_the_table(monkeypatch):
         "| v5e:2x4 | 8x1 | large | 2.0 M | 0 | 1.000 | - | 1.500 | - | 0.000"
         " | refused: No such slices yet | 2.0 | - | 12 s |",
     ]
-    assert "1 sequence of\n1024 bytes per device, precision bf16, remat full" in text
+    assert "1 sequence\nof 1024 bytes per device, precision bf16, remat full" in text
 
 
 def test_rows_of_a_file_are_not_made_again(monkeypatch, tmp_path):
