@@ -290,7 +290,7 @@ _COLUMNS = (
 _TEXT = """# The language model's training step on TPUs that were not there
 
 Written by `python -m experiments.scale` on {date} with {versions}.
-There was no TPU: the programs are those that TPUs would run, and none was run. {sequences} sequence
+There was no TPU: the programs are those that TPUs would run; none was run. {sequences} sequence
 of {seq_len} bytes per device, precision {precision}, remat {remat}, adamw.
 
 {table}
