@@ -6,9 +6,10 @@ command line overrides the file given with ``--config``, and the file the defaul
 
 import dataclasses
 import difflib
+import logging
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -132,6 +133,34 @@ def from_command_line(
             default=default,
         )
     except ValueError as e:
+        raise SystemExit(f"{prog}: {e}") from None
+
+
+def run_program(
+    main: Callable[[C], Any], cls: type[C], module: str, doc: str | None
+) -> Any:
+    """Runs a program with a config from the command line; its log goes to stderr.
+
+    What the user can mend, an OSError or a ValueError, ends it with one line.
+
+    Args:
+      main: of the config.
+      cls: of the config.
+      module: of the program, for messages, such as "experiments.ctr".
+      doc: of the module: its first line is that of the help.
+
+    Returns:
+      What `main` returned.
+    """
+    logging.basicConfig(format="%(name)s: %(message)s", stream=sys.stderr)
+    for ours in ("experiments", "shardjax"):
+        logging.getLogger(ours).setLevel(logging.INFO)
+    prog = f"python -m {module}"
+    config = from_command_line(cls, prog, (doc or "").partition("\n")[0])
+    try:
+        return main(config)
+    except (OSError, ValueError) as e:  # the rest is a fault
+        logging.getLogger(module).debug("the error in full", exc_info=True)
         raise SystemExit(f"{prog}: {e}") from None
 
 

@@ -11,7 +11,6 @@ enough devices the mesh is simulated on the CPU.
 import json
 import logging
 import math
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -394,13 +393,5 @@ def from_anything(values: dict[str, Any]) -> Config:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(format="%(name)s: %(message)s", stream=sys.stderr)
-    for ours in ("experiments", "shardjax"):
-        logging.getLogger(ours).setLevel(logging.INFO)
-    summary = (__doc__ or "").partition("\n")[0]
-    parsed = configs.from_command_line(Config, "python -m experiments.ctr", summary)
-    try:
-        print(json.dumps(main(parsed), allow_nan=False))
-    except (OSError, ValueError) as e:  # what the user can mend; the rest is a fault
-        log.debug("the error in full", exc_info=True)
-        raise SystemExit(f"python -m experiments.ctr: {e}") from None
+    found = configs.run_program(main, Config, "experiments.ctr", __doc__)
+    print(json.dumps(found, allow_nan=False))

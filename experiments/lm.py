@@ -17,7 +17,6 @@ each of ``python -m experiments.lm --mesh 2x1 --zero 2``, on 467,638 held-out by
 import json
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -386,13 +385,5 @@ def from_anything(values: dict[str, Any]) -> Config:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(format="%(name)s: %(message)s", stream=sys.stderr)
-    for ours in ("experiments", "shardjax"):
-        logging.getLogger(ours).setLevel(logging.INFO)
-    summary = (__doc__ or "").partition("\n")[0]
-    parsed = configs.from_command_line(Config, "python -m experiments.lm", summary)
-    try:
-        print(json.dumps(main(parsed), allow_nan=False))
-    except (OSError, ValueError) as e:  # what the user can mend; the rest is a fault
-        log.debug("the error in full", exc_info=True)
-        raise SystemExit(f"python -m experiments.lm: {e}") from None
+    found = configs.run_program(main, Config, "experiments.lm", __doc__)
+    print(json.dumps(found, allow_nan=False))

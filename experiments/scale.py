@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -372,13 +371,6 @@ def _version(package: str) -> str:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(format="%(name)s: %(message)s", stream=sys.stderr)
-    log.setLevel(logging.INFO)
     jax.config.update("jax_platforms", "cpu")
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no TPU to ask about
-    summary = (__doc__ or "").partition("\n")[0]
-    parsed = configs.from_command_line(Config, "python -m experiments.scale", summary)
-    try:
-        main(parsed)
-    except (OSError, ValueError) as e:  # what the user can mend; the rest is a fault
-        raise SystemExit(f"python -m experiments.scale: {e}") from None
+    configs.run_program(main, Config, "experiments.scale", __doc__)

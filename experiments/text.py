@@ -81,12 +81,8 @@ def open_text(config: TextConfig) -> Text:
         files = find_files(config.path)
         root = _root(config.path)
     if config.eval_path is not None:
-        return Text(
-            _read(files),
-            _read(find_files(config.eval_path)),
-            tuple(files),
-            find_files(config.eval_path),
-        )
+        others = find_files(config.eval_path)
+        return Text(_read(files), _read(others), tuple(files), tuple(others))
     kept, held_out = [], []
     for file in files:
         chosen = is_held_out(os.path.relpath(file, root), config.held_out)

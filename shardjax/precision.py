@@ -8,6 +8,7 @@ halved (Micikevicius et al. 2018). bfloat16 has the range of float32 and needs n
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -147,6 +148,22 @@ def all_finite(tree: PyTree) -> jax.Array:
     """
     leaves = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
     return jnp.all(jnp.stack(leaves)) if leaves else jnp.array(True)
+
+
+def choose(finite: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:
+    """The new values, or the old ones where gradients were not finite.
+
+    Args:
+      finite: bool []; None for True.
+      new, old: of the same structure.
+
+    Example:
+      >>> choose(jnp.array(False), {"a": jnp.ones(2)}, {"a": jnp.zeros(2)})["a"].tolist()
+      [0.0, 0.0]
+    """
+    if finite is None:
+        return new
+    return jax.tree.map(partial(jnp.where, finite), new, old)
 
 
 class MasterState(NamedTuple):

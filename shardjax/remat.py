@@ -201,9 +201,10 @@ def _check_names(choice: Remat, body, carry, stacked) -> None:
         return
     layer = jax.tree.map(lambda x: x[0], stacked)
     jaxpr = jax.make_jaxpr(body)(carry, layer)
-    named = {
-        e.params["name"]: e for e in equations(jaxpr) if e.primitive.name == "name"
-    }
+    named: dict[str, list] = {}
+    for equation in equations(jaxpr):
+        if equation.primitive.name == "name":
+            named.setdefault(equation.params["name"], []).extend(equation.outvars)
     unknown = [name for name in choice.names if name not in named]
     if unknown:
         raise ValueError(
@@ -213,7 +214,7 @@ def _check_names(choice: Remat, body, carry, stacked) -> None:
         )
     results = set(map(id, jaxpr.jaxpr.outvars))
     for name in choice.names if choice.kind == "offload" else ():
-        if any(id(v) in results for v in named[name].outvars):
+        if any(id(v) in results for v in named[name]):
             raise ValueError(
                 f"remat 'offload:{name}' names a layer's result, which has no effect:"
                 " XLA keeps it on the device as the next layer's input. Name the layer's"

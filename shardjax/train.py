@@ -24,7 +24,7 @@ from shardjax.embed.plan import Plan
 from shardjax.metrics import Metric
 from shardjax.network import Network
 from shardjax.pacing import Pace
-from shardjax.precision import all_finite, next_scale
+from shardjax.precision import all_finite, choose
 from shardjax.state import TrainState, plan_network, stack_metrics
 from shardjax.zero import ZeroPlan, apply_update
 from shardjax.zero.exchange import (
@@ -36,7 +36,7 @@ from shardjax.zero.exchange import (
     sum_whole_gradients,
     trained_leaves,
 )
-from shardjax.zero.step import check_placed
+from shardjax.zero.step import check_placed, scale_after
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -368,22 +368,19 @@ def make_train_step(
             packed,
             scale,
         )
-        moved = apply_update(plan, tx, plan.tree(grads), state.opt_state, state.params)
+        kept = None if scale is None else finite
+        params, opt_state = apply_update(
+            plan, tx, plan.tree(grads), state.opt_state, state.params, kept
+        )
+        loss_scale = scale_after(plan, state.loss_scale, kept)
         info = {"loss": value}
-        loss_scale = state.loss_scale
-        if precision.scaling is not None and loss_scale is not None:
-            old = ((state.params, state.opt_state), state.model_state)
-            moved, model_state = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old), (moved, model_state), old
-            )
-            info["loss_scale"] = loss_scale.scale
-            loss_scale = next_scale(precision.scaling, loss_scale, finite)
-            info["skipped"] = loss_scale.skipped
+        if loss_scale is not None:
+            info |= {"loss_scale": scale, "skipped": loss_scale.skipped}
         return TrainState(
             step=state.step + 1,
-            params=moved[0],
-            model_state=model_state,
-            opt_state=moved[1],
+            params=params,
+            model_state=choose(kept, model_state, state.model_state),
+            opt_state=opt_state,
             loss_scale=loss_scale,
             tables=tables,
             metrics=metrics,

@@ -34,6 +34,7 @@ from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.storage import Storage
 from shardjax.embed.table_rows import TableRows
 from shardjax.embed.translate import owners_of
+from shardjax.precision import choose
 
 EmbeddingState = tuple[SlabState, ...]
 
@@ -325,9 +326,7 @@ class EmbeddingCollection:
             row_state = [gather_rows(x, slots) for x in slab.row_state]
             old = (r, row_state, slab.shared)
             new = group.optimizer.update(grad, row_state, slab.shared, r)
-            if finite is not None:
-                new = jax.tree.map(partial(jnp.where, finite), new, old)
-            r, row_state, shared = new
+            r, row_state, shared = choose(finite, new, old)
             slabs.append(
                 SlabState(
                     scatter_rows(slab.rows, slots, r),

@@ -6,13 +6,12 @@ one after the other in a compiled loop, which brings the state of one layer, upd
 layer and takes the state back.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from shardjax.precision import choose
 from shardjax.zero.piecewise import Piecewise
 from shardjax.zero.plan import ZeroPlan
 
@@ -107,13 +106,6 @@ def update_on_host(
         new, far = jax.lax.scan(body, None, layers)[1]
         moved, new_kept = _filled(moved, new), _filled(new_kept, far)
     return moved, optimizer.join(new_kept, shared_after)
-
-
-def choose(finite: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:
-    """The new values, or the old ones where gradients were not finite."""
-    if finite is None:
-        return new
-    return jax.tree.map(partial(jnp.where, finite), new, old)
 
 
 def _filled(values: list, more: list) -> list:

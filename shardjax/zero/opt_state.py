@@ -1,5 +1,6 @@
 """Where the state of an optimizer lies: with the parameters that it is kept for."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,17 +25,43 @@ def opt_state_specs(
       leaves: a `LeafPlan` for each parameter, None for those that are not trained.
     """
 
-    def of_param(leaf, plan):
-        if isinstance(leaf, optax.MaskedNode):
-            return leaf
-        return _spec_like(tuple(leaf.shape), plan)
+    return map_opt_state(
+        tx,
+        lambda leaf, plan: _spec_like(tuple(leaf.shape), plan),
+        abstract_state,
+        leaves,
+        shared=PartitionSpec(),
+    )
+
+
+def map_opt_state(
+    tx: optax.GradientTransformation,
+    of_param: Callable[[Any, Any], Any],
+    state: PyTree,
+    params: PyTree,
+    *,
+    shared: Any,
+) -> PyTree:
+    """A tree like the state of an optimizer.
+
+    Args:
+      tx: the optimizer.
+      of_param: of a leaf that is kept for a parameter, and that parameter's value.
+      state: its state.
+      params: a value for each parameter, None for those that are not trained.
+      shared: what other leaves, counts and the like, are to be.
+    """
+
+    def of_leaf(leaf, value):
+        masked = isinstance(leaf, optax.MaskedNode)
+        return leaf if masked else of_param(leaf, value)
 
     return optax.tree_map_params(
         tx,
-        of_param,
-        abstract_state,
-        leaves,
-        transform_non_params=lambda _: PartitionSpec(),
+        of_leaf,
+        state,
+        params,
+        transform_non_params=lambda _: shared,
         is_leaf=lambda x: isinstance(x, optax.MaskedNode),
     )
 

@@ -16,6 +16,8 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
+from shardjax.zero.opt_state import map_opt_state
+
 _NOT_PIECEWISE = (
     "state that does not stay on the devices is updated a piece at a time, which needs an"
     " optimizer that works element by element, but of this one {reason}. LAMB, Adafactor"
@@ -137,7 +139,10 @@ def split_piecewise(
     """
     leaves, params = jax.tree.flatten(abstract_params)
     abstract = jax.eval_shape(tx.init, abstract_params)
-    owners = _find_owners(tx, abstract, params.unflatten(range(len(leaves))))
+    numbers = params.unflatten(range(len(leaves)))
+    owners = tuple(
+        jax.tree.leaves(map_opt_state(tx, lambda _, i: i, abstract, numbers, shared=-1))
+    )
     kept, state = jax.tree.flatten(abstract)
     for owner, x in zip(owners, kept, strict=True):
         if owner >= 0 and x.shape != leaves[owner].shape:
@@ -159,24 +164,6 @@ def split_piecewise(
 
 def _refuse(reason: str, cause=None) -> NoReturn:
     raise PiecewiseError(_NOT_PIECEWISE.format(reason=reason)) from cause
-
-
-def _find_owners(tx, abstract, numbers) -> tuple[int, ...]:
-    def of_param(leaf, number):
-        return leaf if isinstance(leaf, optax.MaskedNode) else number
-
-    return tuple(
-        jax.tree.leaves(
-            optax.tree_map_params(
-                tx,
-                of_param,
-                abstract,
-                numbers,
-                transform_non_params=lambda _: -1,
-                is_leaf=lambda x: isinstance(x, optax.MaskedNode),
-            )
-        )
-    )
 
 
 def _try_pieces(piecewise: Piecewise) -> None:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from shardjax.precision import LossScale, all_finite, init_scale, next_scale
+from shardjax.precision import LossScale, all_finite, choose, init_scale, next_scale
 from shardjax.zero.gradients import Loss, make_gradients
-from shardjax.zero.offload import choose, init_on_host, update_on_host
+from shardjax.zero.offload import init_on_host, update_on_host
 from shardjax.zero.opt_state import trained_only
 from shardjax.zero.plan import ZeroPlan
 
