@@ -60,17 +60,6 @@ def store_headers(
         h.uses = 0 if slot.tally < 2 else 1
 
 
-@numba.njit(inline="always")
-def _approach(words, flat, length, row):
-    """Prefetches a row's header and its record, which may lie across cache lines."""
-    r = np.uint64(row)
-    prefetch(words, r)  # pyright: ignore[reportCallIssue]
-    first = r * np.uint64(length)
-    for w in range(0, length + 15, 16):
-        at = first + np.uint64(min(w, length - 1))
-        prefetch(flat, at)  # pyright: ignore[reportCallIssue]
-
-
 @numba.njit(nogil=True, cache=True)
 def take_records(
     headers, words, records, rows, numbers, owners, places, out, tallies, flights
@@ -96,7 +85,12 @@ def take_records(
     for start in range(0, rows.shape[0], _BLOCK):
         stop = min(start + _BLOCK, rows.shape[0])
         for i in range(start, stop):
-            _approach(words, flat, length, rows[i])
+            r = np.uint64(rows[i])
+            prefetch(words, r)  # pyright: ignore[reportCallIssue]
+            first = r * np.uint64(length)
+            for w in range(0, length + 15, 16):  # a record may lie across cache lines
+                at = first + np.uint64(min(w, length - 1))
+                prefetch(flat, at)  # pyright: ignore[reportCallIssue]
         for i in range(start, stop):
             r, n = rows[i], numbers[i]
             h = headers[r]
@@ -112,20 +106,15 @@ def take_records(
 
 
 @numba.njit(nogil=True, cache=True)
-def land_records(data, rows, headers, words, records):
+def land_records(data, rows, headers, records):
     """Copies data[i] to records[rows[i]], which is then there; -1: nobody wants it."""
     length = records.shape[1]
-    flat = records.reshape(-1, 1)
-    for start in range(0, rows.shape[0], _BLOCK):
-        stop = min(start + _BLOCK, rows.shape[0])
-        for i in range(start, stop):
-            _approach(words, flat, length, max(rows[i], 0))
-        for i in range(start, stop):
-            r = rows[i]
-            if r >= 0:
-                for w in range(length):
-                    records[r, w] = data[i, w]
-                headers[r].flight = 0
+    for i in range(rows.shape[0]):
+        r = rows[i]
+        if r >= 0:
+            for w in range(length):
+                records[r, w] = data[i, w]
+            headers[r].flight = 0
 
 
 @numba.njit(nogil=True, cache=True)

@@ -125,12 +125,9 @@ class Tier:
     def _land(self, data: np.ndarray, rows: np.ndarray) -> None:
         """Copies records, int32 [n, words], to rows of the RAM tier, int32 [n]."""
         assert self.host is not None
-        host = self.host
+        headers, records = self.host.headers, self.host.records
         self._in_parts(
-            len(rows),
-            lambda p: land_records(
-                data[p], rows[p], host.headers, host.header_words, host.records
-            ),
+            len(rows), lambda p: land_records(data[p], rows[p], headers, records)
         )
 
     def _in_parts(self, n: int, copy: Callable[[slice], Any]) -> list:
