@@ -171,6 +171,7 @@ class DiskOptimizer:
             else:
                 kept = self._given_state(number, given[0])
             self._write(number, kept)
+        self._finish_writes()
         empty: list = [None] * len(trained)
         everywhere = jax.NamedSharding(self.plan.mesh, jax.P())
         shared = self._pieces.init(empty)[1] if given is None else given[1]
