@@ -3,7 +3,7 @@
     python benchmarks/tiers.py
 
 The DLRM step of benchmarks/ctr.py on fresh Zipf(1.1) batches, all keys known beforehand.
-Variants, each in a process of its own, rounds interleaved:
+Variants, each in a process of its own, by turns (benchmarks/turns.py):
 
 device    all rows on the devices
 K=8, ...  a tenth of the keys on the devices, the rest in RAM, windows of K batches planned
@@ -11,7 +11,7 @@ K=8, ...  a tenth of the keys on the devices, the rest in RAM, windows of K batc
 disk      the same with all but a fifth of the keys on disk, page cache warm
 bare      a cache without look-ahead: each batch planned and moved only when it is due
 
-Prints a table of medians and ratios, and as the last line JSON.
+Prints a table of medians over the rounds, the ratios within a round, and as the last line JSON.
 """
 
 import argparse
@@ -24,9 +24,9 @@ import numpy as np
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-import workers  # noqa: E402
+import turns  # noqa: E402
 import zipf  # noqa: E402
-from ctr import NAMES, time_steps  # noqa: E402
+from ctr import NAMES  # noqa: E402
 from zipf import DENSE, DIM  # noqa: E402
 
 
@@ -69,7 +69,8 @@ def worker(a):
         models.DLRM(features=NAMES, n_dense=DENSE, dim=DIM, rngs=nnx.Rngs(0))
     )
     tx = optax.adam(1e-3)
-    count = a.warm + a.steps
+    ahead = 4 * a.windows[0]  # planned in the last round, and not run
+    count = a.warm + a.rounds * a.steps + ahead
     kept = [
         data.Batch(labels, dense, ids.astype(np.uint64), NAMES)
         for dense, ids, labels in zipf.batches(a.rows, a.batch, count)
@@ -107,27 +108,30 @@ def worker(a):
             map=lambda many: train.prepare_window(collection, many),
             window=window,
         )
-    report = time_steps(run, stream, a.warm, a.steps, a.batch)
+    turns.in_turns(run, stream, a.warm, a.rounds, a.steps)
+    report = {}
     if storage is not None:
         hits = ("device_hits", "host_hits", "disk_hits", "inserted")
         uses = sum(counters[name] for name in hits)
         report["hit_rate"] = counters["device_hits"] / uses
-        report["moved_rows_per_step"] = counters["fetched_rows"] / count
-        report["disk_rows_per_step"] = counters["disk_hits"] / count
+        run_steps = count - ahead
+        report["moved_rows_per_step"] = counters["fetched_rows"] / run_steps
+        report["disk_rows_per_step"] = counters["disk_hits"] / run_steps
         disk_rows = collection.planner.tiers[0].disk
         report["on_disk"] = 0 if disk_rows is None else len(disk_rows) / total
         collection.close()
     return report
 
 
-def run_worker(a, variant, optimizer):
-    """One variant in a process of its own."""
+def command(a, variant, optimizer):
+    """What runs one variant."""
     options = []
-    for name in ("rows", "batch", "steps", "warm", "share", "mesh"):
+    for name in ("rows", "batch", "rounds", "steps", "warm", "share", "mesh"):
         options += [f"--{name}", str(getattr(a, name))]
     options += ["--windows", str(a.windows[0])]
-    command = [sys.executable, __file__, "--worker", variant, "--optimizer", optimizer]
-    return workers.run_worker(variant, [*command, *options], a.platform)
+    return [
+        sys.executable, __file__, "--worker", variant, "--optimizer", optimizer, *options
+    ]  # fmt: skip
 
 
 def main():
@@ -137,9 +141,9 @@ def main():
     parser.add_argument("--rows", type=int, default=10**7, help="keys, all tables")
     parser.add_argument("--share", type=float, default=0.1, help="on the devices")
     parser.add_argument("--windows", type=int, nargs="+", default=[8])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--warm", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=16, help="of a turn")
+    parser.add_argument("--warm", type=int, default=40, help="steps before the first")
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument("--mesh", default="2x1")
     parser.add_argument("--platform", default="cpu")
@@ -152,33 +156,34 @@ def main():
     variants = [("device", "rowwise"), ("bare", "rowwise")]
     variants += [(str(k), "rowwise") for k in a.windows]
     variants += [("disk", "rowwise"), ("device", "adam"), (str(a.windows[0]), "adam")]
-    found = {}
-    for _ in range(a.rounds):
-        for variant, optimizer in variants:
-            report = run_worker(a, variant, optimizer)
-            found.setdefault((variant, optimizer), []).append(report)
-            print(variant, optimizer, report, file=sys.stderr, flush=True)
+    commands = {(v, optimizer): command(a, v, optimizer) for v, optimizer in variants}
+    found = turns.take_turns(commands, a.rounds, a.platform)
+    times = {k: np.array([t["step_ms"] for t in own]) for k, (own, _) in found.items()}
     print(
-        "variant | optimizer | examples/s, median (min-max) | CPU ms | of device | hits"
+        "variant | optimizer | examples/s, median (quarter-three quarters) | CPU ms | of"
+        " device, median (quarter-three quarters) | hits"
     )
     result = {"benchmark": "tiers", "rows": a.rows, "share": a.share, "batch": a.batch}
-    for variant, optimizer in variants:
-        reports = found[variant, optimizer]
-        speed = [r["examples_per_s"] for r in reports]
-        base = [r["examples_per_s"] for r in found["device", optimizer]]
-        ratio = float(np.median([s / b for s, b in zip(speed, base, strict=True)]))
-        hits = np.median([r.get("hit_rate", 1.0) for r in reports])
-        cpu = np.median([r["cpu_ms"] for r in reports])
+    for (variant, optimizer), (own, report) in found.items():
+        speed = a.batch / times[variant, optimizer] * 1e3
+        ratios = times["device", optimizer] / times[variant, optimizer]
+        low, middle, high = np.quantile(speed, (0.25, 0.5, 0.75))
+        worse, ratio, better = np.quantile(ratios, (0.25, 0.5, 0.75))
+        cpu = np.median([t["cpu_ms"] for t in own])
         print(
-            f"{variant} | {optimizer} | {np.median(speed):.0f} ({min(speed):.0f}-"
-            f"{max(speed):.0f}) | {cpu:.0f} | {ratio:.2f}x | {hits:.3f}"
+            f"{variant} | {optimizer} | {middle:.0f} ({low:.0f}-{high:.0f}) | {cpu:.0f} |"
+            f" {ratio:.2f}x ({worse:.2f}-{better:.2f}) | {report.get('hit_rate', 1):.3f}"
         )
-        result[f"{optimizer}/{variant}"] = round(float(np.median(speed)))
-        result[f"{optimizer}/{variant} of device"] = round(ratio, 3)
+        result[f"{optimizer}/{variant}"] = {
+            "examples_per_s": round(middle),
+            "cpu_ms": round(cpu, 1),
+            "of device": round(ratio, 3),
+        } | {k: round(v, 3) for k, v in report.items()}
     k = str(a.windows[0])
-    adam = np.median([r["step_ms"] for r in found[k, "adam"]])
-    rowwise = np.median([r["step_ms"] for r in found[k, "rowwise"]])
-    result["adam over rowwise, step time"] = round(float(adam / rowwise), 3)
+    ratio = np.median(times[k, "adam"] / times[k, "rowwise"])
+    result["adam over rowwise, step time"] = round(float(ratio), 3)
+    ratio = np.median(times["bare", "rowwise"] / times[k, "rowwise"])
+    result["windows over bare"] = round(float(ratio), 3)
     print(json.dumps(result))
 
 

@@ -1,5 +1,6 @@
 """Every stage gives what one device gives, whatever the optimizer and the microbatches."""
 
+import itertools
 from functools import cache
 
 import jax
@@ -38,10 +39,25 @@ def reference(optimizer: str):
     return jax.device_get(state.params), infos
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("mesh", ["8x1", "4x2"])
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("stage", zero.STAGES)
+def every_pair():
+    """Optimizers, meshes, microbatches and stages: each value with each other at least
+    once, in 16 of the 64 combinations."""
+    for s, stage in enumerate(zero.STAGES):
+        for o, optimizer in enumerate(OPTIMIZERS):
+            mesh = ("8x1", "4x2")[(s + o) % 2]
+            yield optimizer, mesh, (1, 4)[(s // 2 + o // 2 + s) % 2], stage
+
+
+def test_pairs_are_complete():
+    values = [OPTIMIZERS, ("8x1", "4x2"), (1, 4), zero.STAGES]
+    for i, j in itertools.combinations(range(4), 2):
+        found = {(case[i], case[j]) for case in every_pair()}
+        assert found == set(itertools.product(values[i], values[j]))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "mesh", "microbatches", "stage"), list(every_pair())
+)
 def test_stages_equal_one_device(optimizer, mesh, microbatches, stage):
     tx = OPTIMIZERS[optimizer]
     plan = plan_small(mesh, stage, tx, RULES if mesh == "4x2" else ())
