@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Mapping
 
 import numba
 import numpy as np
@@ -75,6 +76,16 @@ class ExactCounts:
         """Forgets keys, which have a row now."""
         self._counts.remove(keys)
 
+    def get(self) -> dict[str, np.ndarray]:
+        """Keys, uint64 [n], and how often each has occurred, int32 [n]."""
+        keys, counts = self._counts.items()
+        return {"keys": keys, "counts": counts}
+
+    def put(self, counts: Mapping[str, np.ndarray]) -> None:
+        """Takes over what `get` gave."""
+        self._counts = Index(len(counts["keys"]))
+        self._counts.insert(counts["keys"], counts["counts"])
+
 
 class FilterCounts:
     """Occurrences in a counting Bloom filter: never too few, at times too many."""
@@ -112,6 +123,15 @@ class FilterCounts:
     def forget(self, keys: np.ndarray) -> None:
         """Nothing: others may share the counters."""
 
+    def get(self) -> dict[str, np.ndarray]:
+        """The counters, uint8, and how many keys they have seen, int64 [1]."""
+        return {"counters": self._counters.copy(), "seen": np.array([self._seen])}
+
+    def put(self, counts: Mapping[str, np.ndarray]) -> None:
+        """Takes over what `get` gave."""
+        self._counters[:] = counts["counters"]
+        self._seen = int(counts["seen"][0])
+
 
 class Gate:
     """Decides which keys without a row get one, for one table.
@@ -142,9 +162,23 @@ class Gate:
         return self._counts is None and not isinstance(self.policy, Probability)
 
     @property
+    def has_memory(self) -> bool:
+        """Whether it decides by what it has seen before."""
+        return self._counts is not None
+
+    @property
     def candidates(self) -> int:
         """Keys without a row that are being counted."""
         return 0 if self._counts is None else len(self._counts)
+
+    def counts(self) -> dict[str, np.ndarray]:
+        """What has been counted, for `set_counts`: copies."""
+        return {} if self._counts is None else self._counts.get()
+
+    def set_counts(self, counts: Mapping[str, np.ndarray]) -> None:
+        """Goes on from what another gate of the same policy has counted."""
+        if self._counts is not None:
+            self._counts.put(counts)
 
     def admits(self, keys: np.ndarray, counts: np.ndarray, step: int) -> np.ndarray:
         """Which keys, uint64 [n] with their occurrences, get a row: bool [n]."""

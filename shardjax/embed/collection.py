@@ -30,6 +30,7 @@ from shardjax.embed.moves import SlabState, from_words, slab_spec, unpack_record
 from shardjax.embed.plan import Plan, PlanError, Planner, WaitingPlan, WindowBatch
 from shardjax.embed.policies import check_integer
 from shardjax.embed.records import hashes_of
+from shardjax.embed.snapshots import Snapshots
 from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.storage import Storage
 from shardjax.embed.table_rows import TableRows
@@ -103,6 +104,7 @@ class EmbeddingCollection:
         )
         self._initial_rows = initial_rows
         self._mover = Mover(self.groups, mesh)
+        self.snapshots = Snapshots(self.groups, self.planner, self._mover, int(seed))
 
     def spec(self, group: Group) -> jax.P:
         """How the slots of a group lie over the mesh."""
@@ -226,6 +228,7 @@ class EmbeddingCollection:
         self._check_state(state)
         plans = self.planner.waiting_upto(plan)
         self._hand_over(state, plans)
+        self.snapshots.protect(state, plans, plan)
         slabs = list(state)
         with self.planner.moving(plans):
             for waiting in plans:

@@ -11,6 +11,7 @@ import numpy as np
 
 from shardjax.embed.disk_rows import DiskRows
 from shardjax.embed.eviction import Cut, Evicted, Facts, decayed
+from shardjax.embed.groups import Table
 from shardjax.embed.host_rows import HostRows
 from shardjax.embed.index import Index
 from shardjax.embed.moves import WriteBack
@@ -30,7 +31,7 @@ class Departures:
 
     Args:
       owners: of rows.
-      single_owners: of each table, -1 where rows have several.
+      tables: of the group.
       indexes: of each table.
       residents, host, disk: the tiers, as of `Tier`.
       flying: write-backs that have not arrived, by number.
@@ -39,7 +40,7 @@ class Departures:
     def __init__(
         self,
         owners: int,
-        single_owners: Sequence[int],
+        tables: Sequence[Table],
         indexes: Sequence[Index],
         residents: Residents,
         host: HostRows | None,
@@ -47,7 +48,8 @@ class Departures:
         flying: Mapping[int, WriteBack],
     ):
         self._devices = owners
-        self._single_owners = single_owners
+        self._specs = [t.spec for t in tables]
+        self._single_owners = [t.owner for t in tables]
         self._indexes = indexes
         self._residents, self._host, self._disk = residents, host, disk
         self._flying = flying
@@ -100,6 +102,22 @@ class Departures:
         """The rows that leave before the next window; once."""
         taken, self.waiting = tuple(self.waiting), []
         return taken
+
+    def check_no_one_waits(self) -> None:
+        """Raises if rows wait for the next window to leave, and somebody wants them.
+
+        Raises:
+          RuntimeError: a snapshot would have them neither here nor there.
+        """
+        for evicted in self.waiting:
+            for t in np.unique(evicted.tables):
+                if self._specs[t].on_evict is not None:
+                    raise RuntimeError(
+                        f"a snapshot cannot be made while {len(evicted)} rows wait to be"
+                        f" given to `on_evict` of table {self._specs[t].name!r} after"
+                        " `shrink`. Take a training step, or make the snapshot before"
+                        " `shrink`"
+                    )
 
     @property
     def in_ram(self) -> int:
@@ -188,6 +206,7 @@ class Departures:
             if leaves.any():
                 assert self._host is not None
                 facts = _facts(known[leaves])
+                self._host.keep(rows[leaves].astype(np.int32))
                 self._host.headers["table"][rows[leaves]] = FREE  # nobody's from now on
                 yield Evicted.part(
                     facts, table, self._owners(table, facts[0]), rows=rows[leaves]
@@ -200,6 +219,7 @@ class Departures:
             tallies[slots] = decayed(known["tally"], policy)
         for rows, known in self._host_rows(table):
             assert self._host is not None
+            self._host.keep(rows.astype(np.int32))
             self._host.headers["tally"][rows] = decayed(known["tally"], policy)
         if self._disk is not None:
             self._disk.change(table, lambda tallies: decayed(tallies, policy))

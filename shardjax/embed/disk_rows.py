@@ -14,7 +14,7 @@ from shardjax.embed.eviction import Cut, Facts
 from shardjax.embed.merging import PART_BYTES, Part, merged_parts, sorted_parts
 from shardjax.embed.rate import Rate
 from shardjax.embed.records import HEADER_WORDS, hashes_of, keys_of
-from shardjax.embed.segments import CorruptSegmentError, Found, Segment
+from shardjax.embed.segments import Change, CorruptSegmentError, Found, Segment
 from shardjax.folders import OwnFolder
 
 _PATTERN = "*.shardjax-rows"
@@ -240,7 +240,7 @@ class DiskRows:
         return found
 
     def let_go(self, segments: Iterable[Segment]) -> None:
-        """Ends the use of segments after `evict`, once for each that it returned."""
+        """Ends the use of segments after `evict` or `hold`, once for each returned."""
         with self._lock:
             for segment in segments:
                 segment.readers -= 1
@@ -249,6 +249,19 @@ class DiskRows:
         for segment in unused:
             segment.delete()
         self._start_compaction()
+
+    def hold(self) -> list[tuple[Segment, np.ndarray, list[Change]]]:
+        """Keeps the files as they are now until `let_go` is called for the segments.
+
+        Returns:
+          Segments, which of their records are dead now (a copy of `dead`) and the changes
+          to be made in the others.
+        """
+        with self._lock:
+            held = [s for s in self.segments if s.live]
+            for segment in held:
+                segment.readers += 1
+            return [(s, s.dead.copy(), list(s.changes)) for s in held]
 
     def change(self, table: int, change: Callable[[np.ndarray], np.ndarray]) -> None:
         """Changes the tallies, uint32 [n], of all rows of a table; writes nothing."""

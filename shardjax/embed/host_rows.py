@@ -8,6 +8,7 @@ that come, last in, first out.
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import numba
 import numpy as np
@@ -171,6 +172,7 @@ class HostRows:
       records: int32 [room, words].
       headers: [room] of HEADER.
       header_words: int64 [room, 4], the same memory.
+      outlines: `HostOutline`s that are told of rows before they change.
     """
 
     def __init__(self, words: int):
@@ -187,6 +189,7 @@ class HostRows:
         self._free_count = 0
         self._used = 0
         self._hand = 0
+        self.outlines: list[Any] = []  # `HostOutline`s that rows have to be kept for
 
     def __len__(self) -> int:
         return self._used - self._free_count
@@ -220,8 +223,14 @@ class HostRows:
 
     def release(self, rows: np.ndarray) -> None:
         """Gives rows, int32 [n], back."""
+        self.keep(rows)
         _release(rows, self.headers, self._free, self._free_count)
         self._free_count += len(rows)
+
+    def keep(self, rows: np.ndarray) -> None:
+        """Lets outlines copy rows, int32 [n], that are about to change."""
+        for outline in list(self.outlines):
+            outline.keep(rows)
 
     def shrink(self, most_bytes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Moves rows from the arena's end into free ones, and gives its memory back.
@@ -249,6 +258,7 @@ class HostRows:
         moved = end + np.flatnonzero(~is_free[end:])
         free = np.flatnonzero(is_free[:end])
         rows, left = free[: len(moved)].astype(np.int32), free[len(moved) :]
+        self.keep(moved.astype(np.int32))
         self.records[rows] = self.records[moved]
         self.headers[rows] = self.headers[moved]
         for array in (self.records, self.headers):

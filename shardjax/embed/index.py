@@ -303,6 +303,14 @@ class Index:
         """RAM that it takes, in bytes."""
         return min(self.table.nbytes, 16 * (self.homes + SMALL))
 
+    @property
+    def end(self) -> int:
+        """Entries that may be in use are before this."""
+        end = self.homes
+        while self.table[end, 1]:
+            end += 1
+        return end
+
     def reserve(self, count: int, unique_entry: np.ndarray = _NO_BATCH) -> None:
         """Grows so that `count` keys fit.
 
@@ -387,9 +395,6 @@ class Index:
 
     def items(self) -> tuple[np.ndarray, np.ndarray]:
         """All keys, uint64 [count], and their slots, int32 [count], in table order."""
-        end = self.homes
-        while self.table[end, 1]:
-            end += 1
-        used = self.table[:end]
+        used = self.table[: self.end]
         used = used[used[:, 1] != _0]
         return used[:, 0].copy(), (~used[:, 1] >> _32).astype(np.int32)

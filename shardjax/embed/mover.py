@@ -1,6 +1,6 @@
 """Carries out the moves of rows on the devices, in the order in which they were planned."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -101,6 +101,14 @@ class Mover:
         parts = self._own_slots(group, evicted)
         if not any(len(x) for x in parts):
             return None
+        return self._gather_slots(group, slab, parts)
+
+    def gather(self, g: int, slab: SlabState, parts: Sequence[np.ndarray]) -> jax.Array:
+        """Records of slots of a group by owner, int32 [n] each: int32 [owners * m, words],
+        m at least the longest n; undefined past each."""
+        return self._gather_slots(self._groups[g], slab, parts)
+
+    def _gather_slots(self, group: Group, slab: SlabState, parts) -> jax.Array:
         options, sharding = self._options(group)
         slots = jax.device_put(padded(parts).reshape(-1), sharding)
         return gather_records(slab, slots, **options)

@@ -167,7 +167,7 @@ def padded(parts: Sequence[np.ndarray], smallest: int = 512) -> np.ndarray:
 
 def record_words(group: Group) -> int:
     """32-bit words of a record of a group's rows."""
-    return sum(_words(shape, dtype) for shape, dtype in _leaves(group))
+    return sum(_words(shape, dtype) for shape, dtype in record_leaves(group))
 
 
 def row_words(group: Group) -> int:
@@ -175,7 +175,8 @@ def row_words(group: Group) -> int:
     return _words((group.dim,), group.dtype)
 
 
-def _leaves(group: Group) -> list[tuple[tuple[int, ...], Any]]:
+def record_leaves(group: Group) -> list[tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of what a record is made of: the row, then its per-row state."""
     leaves = group.optimizer.row_leaves
     return [((group.dim,), group.dtype), *((x.shape, x.dtype) for x in leaves)]
 
@@ -211,8 +212,15 @@ def from_words(words: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
 
 def unpack_records(group: Group, records: jax.Array) -> list[jax.Array]:
     """The row and its per-row state of each record, int32 [n, words]: [n, ...] each."""
+    return unpack_leaves(record_leaves(group), records)
+
+
+def unpack_leaves(
+    leaves: Sequence[tuple[tuple[int, ...], Any]], records: jax.Array
+) -> list[jax.Array]:
+    """The leaves, shape and dtype each, that records, int32 [n, words], are made of."""
     out, at = [], 0
-    for shape, dtype in _leaves(group):
+    for shape, dtype in leaves:
         words = _words(shape, dtype)
         out.append(from_words(records[:, at : at + words], shape, dtype))
         at += words

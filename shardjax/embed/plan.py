@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,9 @@ from shardjax.embed.groups import Group
 from shardjax.embed.index import mix64
 from shardjax.embed.jagged import Jagged
 from shardjax.embed.layout import GroupLayout, rung
+from shardjax.embed.moments import Moments
 from shardjax.embed.moves import Fill, Move
+from shardjax.embed.outline import Outline
 from shardjax.embed.policies import Eviction
 from shardjax.embed.rate import Rate
 from shardjax.embed.residents import resolve
@@ -164,6 +167,7 @@ class Planner:
         self.drafter = Drafter(
             groups, features, self.tables, self.tiers, devices, threads
         )
+        self.moments = Moments(self._outline)
 
     def _open(
         self, storage: Storage | None, budgets: dict[Storage, DiskBudget]
@@ -266,13 +270,14 @@ class Planner:
                 began = time.perf_counter()
                 self._raise_failure()
                 first_step = self._planned + 1
+                self.moments.reached(self._planned)
                 self._evict_if_due(first_step)
                 drafts: list[Draft] = []
                 for tier in self.tiers:
                     tier.residents.begin()
                 while waiting and error is None:
                     step = first_step + len(drafts)
-                    if drafts and self._due(step):
+                    if drafts and (self._due(step) or self.moments.is_end(step - 1)):
                         break
                     features, batch, *clicks = waiting[0]
                     try:
@@ -524,6 +529,7 @@ class Planner:
     def close(self) -> None:
         """Removes the files of the disk tier and gives its folder back."""
         self._closed = bool(self._folders)
+        self.moments.clear()
         for tier in self.tiers:
             if tier.disk is not None:
                 tier.disk.close()
@@ -547,6 +553,83 @@ class Planner:
                     keys[tables == state.number] for keys, tables in tier.disk.keys()
                 ]
         return np.unique(np.concatenate(parts))
+
+    def announce(self, batches: int) -> int:
+        """Asks for an outline of the moment after so many more batches, or, if those have
+        been planned already, as soon as there can be one.
+
+        Returns:
+          After how many batches that is.
+        """
+        with self._planning, self._state:
+            self._check_open()
+            live = [p.sequence for p in self._pending if p.plan() is not None]
+            first = live[0] if live else self._planned + 1
+            return self.moments.announce(first + batches - 1, self._planned) - first + 1
+
+    def _outline(self, used: Sequence[np.ndarray] | None = None) -> Outline:
+        """What there is now, as planned; or in the slots `used` of devices alone."""
+        for tier in self.tiers:
+            tier.departures.check_no_one_waits()
+        return Outline(
+            self._planned if used is None else self._applied,
+            self._evicted_before,
+            dict(self._rungs),
+            [
+                tier.outline(None if used is None else used[g])
+                for g, tier in enumerate(self.tiers)
+            ],
+            {
+                s.table.spec.name: s.gate.counts()
+                for states in self.tables
+                for s in states
+                if s.gate.has_memory
+            },
+        )
+
+    def outline(self) -> Outline:
+        """What there is on the devices now, after the last plan that was carried out.
+
+        Raises:
+          RuntimeError: if planning has gone on since, and what it has changed cannot be
+            told from what was before.
+        """
+        with self._planning, self._state:
+            self._raise_failure()
+            found = self.moments.take(self._applied)
+            if found is not None:
+                return found
+            if self._planned == self._applied:
+                return self._outline()
+            ahead = any(tier.residents.tracked for tier in self.tiers) or any(
+                s.gate.has_memory for states in self.tables for s in states
+            )
+            if not ahead:
+                return self._outline(self.applied)
+            raise RuntimeError(
+                f"a snapshot of the tables cannot be made after batch {self._applied}:"
+                f" {self._planned - self._applied} more have been planned, and rows in a"
+                " storage and the counts of `admit` and `evict` are of what is planned."
+                " Announce it: `Checkpointer.maybe_save` at every step does, as does"
+                " `collection.announce_snapshot(batches)` before that many batches"
+            )
+
+    def adopt(self, outline: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
+        """Goes on from a snapshot, once its rows are there.
+
+        Args:
+          outline: `sequence`, `evicted_before` and `sizes` of one.
+          counts: of keys without a row, by table.
+        """
+        with self._planning, self._state:
+            self._planned = self._applied = outline["sequence"]
+            self._evicted_before = outline["evicted_before"]
+            self._rungs = dict(outline["sizes"])
+            self.applied = [t.residents.next_slot.copy() for t in self.tiers]
+            for states in self.tables:
+                for s in states:
+                    if s.table.spec.name in counts:
+                        s.gate.set_counts(counts[s.table.spec.name])
 
     @property
     def started(self) -> bool:

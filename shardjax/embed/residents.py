@@ -343,6 +343,36 @@ class Residents:
             freed = slots[owners == o].astype(np.int32)
             self._free[o] = np.concatenate([self._free[o], freed])
 
+    def adopt(self, owners, keys, tables, last_steps, tallies) -> np.ndarray:
+        """Gives rows of a snapshot slots that have never been used, as many as there are.
+
+        Args:
+          owners, keys, tables: int32, uint64 (salted) and int32 [n].
+          last_steps, tallies: int32 and uint32 [n].
+
+        Returns:
+          Their slots, int32 [n]; -1 for those that there is no room for.
+        """
+        slots = np.full(len(keys), -1, np.int32)
+        for o in range(self.owners):
+            own = np.flatnonzero(owners == o)
+            first = int(self.next_slot[o])
+            if self.capacity is not None:
+                own = own[: self.capacity - first]
+            slots[own] = first + np.arange(len(own), dtype=np.int32)
+            self.next_slot[o] += len(own)
+        if self.tracked:
+            most = int(self.next_slot.max())
+            if most > self.slots.shape[1]:
+                self._reserve(max(2 * self.slots.shape[1], most))
+            here = slots >= 0
+            seats = self.slots[owners[here], slots[here]]
+            seats["key"], seats["table"] = keys[here], tables[here]
+            seats["last_step"], seats["tally"] = last_steps[here], tallies[here]
+            seats["uses"] = 0
+            self.slots[owners[here], slots[here]] = seats
+        return slots
+
     def begin(self) -> None:
         """Starts a window."""
         self.coming.count = 0

@@ -52,6 +52,14 @@ def unmapped(words: int) -> np.ndarray:
     return np.frombuffer(b"", np.int32).reshape(0, words)
 
 
+def _changed(records: np.ndarray, changes: Iterable[Change]) -> np.ndarray:
+    """Makes changes in records, int32 [n, words], and returns them."""
+    for table, change in changes:
+        own = records[:, 2] == table
+        records[own, 4] = change(records[own, 4].view(np.uint32)).view(np.int32)
+    return records
+
+
 @dataclass(eq=False)
 class Segment:
     """One file of records.
@@ -168,15 +176,8 @@ class Segment:
             self.fail(int(bad[1]), "is cut off" if bad[0] == 1 else "has changed")
         if self.changes:
             here = answer[0]
-            records[here] = self._changed(records[here])
+            records[here] = _changed(records[here], self.changes)
         return answer
-
-    def _changed(self, records: np.ndarray) -> np.ndarray:
-        """Makes the changes in records, int32 [n, words], and returns them."""
-        for table, change in self.changes:
-            own = records[:, 2] == table
-            records[own, 4] = change(records[own, 4].view(np.uint32)).view(np.int32)
-        return records
 
     def map(self) -> None:
         """Lets `find` read the file as memory, unless the file system refuses that."""
@@ -201,13 +202,18 @@ class Segment:
         self.dead_count += bury_records(self.dead, rows)
 
     def live_records(
-        self, start: int, stop: int, dead: np.ndarray | None = None
+        self,
+        start: int,
+        stop: int,
+        dead: np.ndarray | None = None,
+        changes: list[Change] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Reads the records [start, stop) that live.
 
         Args:
           start, stop: numbers of records.
           dead: which do not, if not those that are dead now.
+          changes: to be made in them, if not those of now.
 
         Returns:
           Their numbers, int64 [n], and they, int32 [n, words]; checksums are as in the
@@ -228,7 +234,9 @@ class Segment:
         bad = verify(records)
         if bad >= 0:
             self.fail(int(numbers[live][bad]), "has changed")
-        return numbers[live], self._changed(records)
+        return numbers[live], _changed(
+            records, self.changes if changes is None else changes
+        )
 
     def facts(self, table: int) -> Iterator[tuple[np.ndarray, Facts]]:
         """Numbers, int64 [n], of the live records of a table, and what is known of

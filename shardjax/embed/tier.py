@@ -28,8 +28,15 @@ from shardjax.embed.moves import (
     record_words,
     row_words,
 )
+from shardjax.embed.outline import (
+    DeviceOutline,
+    DiskOutline,
+    HostOutline,
+    TierOutline,
+)
 from shardjax.embed.residents import Residents
 from shardjax.embed.segments import Found
+from shardjax.embed.translate import owners_of
 
 
 @numba.njit(nogil=True, cache=True)
@@ -106,7 +113,7 @@ class Tier:
         self._pool = ThreadPoolExecutor(threads, "tier") if threads > 1 else None
         self.departures = Departures(
             owners,
-            [t.owner for t in group.tables],
+            group.tables,
             indexes,
             self.residents,
             self.host,
@@ -211,6 +218,98 @@ class Tier:
             moves.append(move if something else None)
             start = end
         return slots, moves, used, from_disk
+
+    def outline(self, used: np.ndarray | None = None) -> TierOutline:
+        """What there is now, as planned; or in slots below `used`, int32 [owners], alone."""
+        device = DeviceOutline(
+            self.residents,
+            self.indexes,
+            [t.owner for t in self.group.tables],
+            self.residents.next_slot if used is None else used,
+        )
+        flying = list(self._flying.values())
+        return TierOutline(
+            device,
+            None if self.host is None else HostOutline(self.host, flying),
+            None if self.disk is None else DiskOutline(self.disk),
+            record_words(self.group),
+            np.array([t.salt for t in self.group.tables], np.uint64),
+        )
+
+    def adopt(
+        self, keys, tables, last_steps, tallies, words, most_bytes
+    ) -> Move | None:
+        """Takes over rows of a snapshot: the devices as many as they can, then RAM.
+
+        Args:
+          keys, tables: uint64 (salted) and int32 [n], of rows that there are not.
+          last_steps, tallies: int32 and uint32 [n].
+          words: int32 [n, words], the rows.
+          most_bytes: RAM that rows may take; None for any.
+
+        Returns:
+          What is to be done on the devices, if anything.
+
+        Raises:
+          MemoryError, OSError: if RAM or disk do not hold them.
+        """
+        owners = np.empty(len(keys), np.int32)
+        for t, at in by_table(tables, len(self.indexes)):
+            owners[at] = owners_of(keys[at], self.group.tables[t].owner, self.owners)
+        slots = self.residents.adopt(owners, keys, tables, last_steps, tallies)
+        where = slots.astype(np.int64)
+        rest = np.flatnonzero(slots < 0)
+        if len(rest):
+            rows = self._adopt_in_ram(
+                keys[rest], tables[rest], last_steps[rest], tallies[rest], words[rest],
+                most_bytes,
+            )  # fmt: skip
+            where[rest] = rows.astype(np.int64) + int(HOST)
+        for t, at in by_table(tables, len(self.indexes)):
+            self.indexes[t].insert(keys[at], np.zeros(len(at), np.int32))
+            self.indexes[t].relocate(keys[at], where[at])
+        here = slots >= 0
+        own = [np.flatnonzero(here & (owners == o)) for o in range(self.owners)]
+        if not any(map(len, own)):
+            return None
+        stored_slots = padded([slots[x] for x in own])
+        records = np.zeros((*stored_slots.shape, words.shape[1]), np.int32)
+        for o, x in enumerate(own):
+            records[o, : len(x)] = words[x]
+        nothing = np.zeros(0, np.int32)
+        return Move(
+            self.number, None, Stored(stored_slots, records), (),
+            nothing.astype(np.uint64), nothing, nothing, nothing,
+        )  # fmt: skip
+
+    def _adopt_in_ram(self, keys, tables, last_steps, tallies, words, most_bytes):
+        """Takes over rows of a snapshot into RAM; returns where, int32 [n]."""
+        host = self.host
+        assert host is not None, "without a storage the devices take all"
+        if most_bytes is not None:
+            self._make_room(len(keys), most_bytes)
+            failure, self.failure = self.failure, None
+            if failure is not None:
+                raise failure
+            if self.full(len(keys), most_bytes):
+                raise MemoryError(
+                    f"the RAM tier is full: `host_bytes` of the storage, {most_bytes} of"
+                    f" them for rows, does not hold {len(host)} rows and {len(keys)} more"
+                    " of the checkpoint. Give more, or a folder as `disk`"
+                )
+        rows = host.take(len(keys))
+        headers = host.headers
+        for name, column in (
+            ("key", keys),
+            ("table", tables),
+            ("last_step", last_steps),
+            ("tally", tallies),
+            ("flight", 0),
+            ("uses", np.minimum(tallies, 2) // 2),
+        ):
+            headers[name][rows] = column
+        host.records[rows] = words
+        return rows
 
     def _make_room(self, rows: int, most_bytes: int) -> None:
         """Moves cold rows to disk, so that `rows` more fit into RAM."""

@@ -1,0 +1,163 @@
+"""Snapshots of a collection's rows, taken and gone on from."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardjax.embed.groups import Group
+from shardjax.embed.mover import Mover
+from shardjax.embed.moves import SlabState
+from shardjax.embed.plan import Plan, PlanError, Planner, WaitingPlan
+from shardjax.embed.restoring import Restoring, TableRecords, describe, sizes_of
+from shardjax.embed.snapshot import Snapshot
+
+
+class Snapshots:
+    """Takes snapshots of the tables of a collection, and restores them.
+
+    Args:
+      groups, planner, mover: of the collection.
+      seed: of the collection.
+    """
+
+    def __init__(
+        self, groups: tuple[Group, ...], planner: Planner, mover: Mover, seed: int
+    ):
+        self._groups, self._planner, self._mover = groups, planner, mover
+        self._seed = seed
+        self._active: list[Snapshot] = []
+
+    def announce(self, batches: int) -> int:
+        """Says that a snapshot will be taken after so many more batches.
+
+        Where rows lie in a storage, or `admit` or `evict` go by what has been, a snapshot
+        can only be taken at a moment that was announced before batches after it were
+        planned.
+
+        Args:
+          batches: from now on, at least 1.
+
+        Returns:
+          After how many it can be taken: more than asked for, if planning is further.
+        """
+        return self._planner.announce(batches)
+
+    def take(self, state: Sequence[SlabState]) -> tuple[Snapshot, dict[str, Any]]:
+        """Begins a snapshot of the rows as they are now; training may go on.
+
+        Somebody has to go through `Snapshot.records` in another thread, and to call its
+        `close` in the end. The devices' rows are read at each `apply_fills` from now on,
+        or by `Snapshot.complete`.
+
+        Args:
+          state: of the tables, after the last step.
+
+        Returns:
+          It, and what it is of, as JSON has it; counts of keys without a row are in
+          `Snapshot.outline`.
+
+        Raises:
+          RuntimeError: if planning is ahead, and nobody has announced the snapshot.
+        """
+        outline = self._planner.outline()
+        snapshot = Snapshot(outline, self._mover.gather)
+        self._active.append(snapshot)
+        described = describe(self._groups, outline, self._seed, self._planner.devices)
+        return snapshot, described
+
+    def protect(
+        self, state: Sequence[SlabState], plans: Sequence[WaitingPlan], plan: Plan
+    ) -> None:
+        """Lets snapshots read what plans and the step of the last one overwrite."""
+        self._active = [s for s in self._active if s.left and not s.is_closed]
+        if not self._active:
+            return
+        moves = [move for p in plans for move in p.moves]
+        slots = [plan.arrays[f"{group.name}/slots"] for group in self._groups]
+        for snapshot in self._active:
+            snapshot.protect(state, moves, slots)
+
+    def restore(
+        self,
+        state: Sequence[SlabState],
+        described: Mapping[str, Any],
+        records: Iterable[tuple[int, np.ndarray]],
+        counts: Mapping[str, Mapping[str, np.ndarray]],
+        *,
+        ignore: Sequence[str] = (),
+        cast: bool = False,
+    ) -> tuple[SlabState, ...]:
+        """Puts the rows of a snapshot into a collection that has none.
+
+        The collection may lie on another mesh, in other tiers and placements; shared
+        optimizer state is not part of it.
+
+        Args:
+          state: of `EmbeddingCollection.init`; donated.
+          described: what `take` returned.
+          records: of `Snapshot.records`, in any order.
+          counts: of `Snapshot.outline`.
+          ignore, cast: as of `Restoring`.
+
+        Returns:
+          The state with the rows.
+
+        Raises:
+          ValueError: for a snapshot of other tables; all differences are listed.
+          PlanError: for a table that does not hold its rows.
+          RuntimeError: for a collection that has rows.
+          MemoryError, OSError: if the storage does not hold them.
+        """
+        planner = self._planner
+        if planner.started or any(s.rows for states in planner.tables for s in states):
+            raise RuntimeError(
+                "a checkpoint can be restored into a collection that has no rows yet, and"
+                " this one has. Make a new EmbeddingCollection"
+            )
+        restoring = Restoring(self._groups, described, self._seed, ignore, cast)
+        slabs = list(state)
+        for number, part in records:
+            for own in restoring.records(number, part):
+                slabs[own.group] = self._adopt(slabs[own.group], own)
+        same = described["devices"] == planner.devices and [
+            g["tables"] for g in described["groups"]
+        ] == [[t.spec.name for t in g.tables] for g in self._groups]
+        sizes = sizes_of(described) if same else {}
+        planner.adopt({**described, "sizes": sizes}, counts)
+        return tuple(slabs)
+
+    def _adopt(self, slab: SlabState, own: TableRecords) -> SlabState:
+        """Puts rows of one table where there is room for them."""
+        g = own.group
+        tier = self._planner.tiers[g]
+        entry = self._planner.tables[g][int(own.tables[0])]
+        spec = entry.table.spec
+        entry.rows += len(own.keys)
+        if entry.rows > spec.max_rows:
+            raise PlanError(
+                f"table {spec.name!r} holds {spec.max_rows} rows and the checkpoint has more"
+                " of it. Enlarge `capacity`"
+            )
+        keys = own.keys - entry.table.salt
+        if spec.vocabulary is not None and (keys >= np.uint64(spec.vocabulary)).any():
+            raise PlanError(
+                f"table {spec.name!r} has the vocabulary [0, {spec.vocabulary}), and the"
+                f" checkpoint a row of key {int(keys.max())}. Enlarge `vocabulary`"
+            )
+        move = tier.adopt(
+            own.keys, own.tables, own.last_steps, own.tallies, own.words,
+            self._planner.drafter.room(tier),
+        )  # fmt: skip
+        owners = tier.owners
+        slots = known = slab.rows.shape[0] // owners
+        while slots < tier.residents.next_slot.max():
+            slots *= 2
+        if slots > known:
+            slab = self._mover.grow(g, slab, slots)
+        if move is None:
+            return slab
+        slab = self._mover.move(slab, move)
+        jax.block_until_ready(slab.rows)  # records of many parts would pile up
+        return slab
