@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         "prune": "remove old steps; not while a run writes to the folder",
     }
     for name, text in texts.items():
-        command = commands.add_parser(name, help=text, description=f"{text}.")
+        command = commands.add_parser(
+            name, help=text, description=f"{text.capitalize()}."
+        )
         command.add_argument(
             "directory", metavar="DIR", help="the folder of the checkpoints of a run"
         )

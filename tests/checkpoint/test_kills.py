@@ -26,9 +26,9 @@ def work(path, rounds):
         first = max(folder.steps(), default=0) + 1
         for step in range(first, first + rounds):
             directory = folder.begin(step)
-            (directory / "deep").mkdir()
-            for n in range(3):
-                with open(directory / "deep" / str(n), "wb") as file:
+            for n in range(4):
+                (directory / f"deep_{n // 2}").mkdir(exist_ok=True)
+                with open(directory / f"deep_{n // 2}" / str(n), "wb") as file:
                     file.write(random.randbytes(50_000))
             before = folder.steps()[-1:] if step % 4 else []
             folder.commit(step, {"step": step}, needs=before)

@@ -14,13 +14,9 @@ import numpy as np
 import pytest
 
 from shardjax.checkpoint import CorruptCheckpointError, Manifest, StepFolder
-from tests.checkpoint.saving import FILES, fill, save
+from tests.checkpoint.saving import FILES, fail_at, fill, names, save
 
 ROOT = Path(__file__).parent.parent.parent
-
-
-def names(folder):
-    return sorted(p.name for p in folder.path.iterdir() if p.name != "shardjax.lock")
 
 
 def test_a_step_is_read_as_it_was_written(folder):
@@ -268,79 +264,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
         StepFolder(tmp_path / "file", write=True)
 
 
-# Removing.
-
-
-def test_remove(folder):
-    save(folder, 1)
-    save(folder, 2)
-    (folder.path / ".step_1.removing" / "x").mkdir(parents=True)
-    folder.remove(1)
-    assert folder.steps() == [2] and names(folder) == ["step_2"]
-    save(folder, 1)
-    assert folder.steps() == [1, 2]
-
-
-def test_prune_leaves_the_newest(folder):
-    for step in (1, 2, 3, 4):
-        save(folder, step)
-    assert folder.prune(5) == folder.prune(4) == []
-    assert folder.prune(2) == [1, 2]
-    assert names(folder) == ["step_3", "step_4"]
-    assert folder.prune(1) == [3]
-
-
-def test_prune_leaves_what_the_newest_need(folder):
-    save(folder, 1)
-    for step in (2, 3, 4):
-        save(folder, step, needs=[step - 1])
-    save(folder, 5)
-    save(folder, 6, needs=[5])
-    assert folder.prune(3) == []
-    assert folder.prune(2) == [1, 2, 3, 4]
-
-
-def test_prune_asks_what_is_needed(folder):
-    for step in range(1, 8):
-        save(folder, step)
-    needed = {7: [6], 6: [3], 3: [1, 0]}
-    assert folder.prune(1, lambda step: needed.get(step, [])) == [2, 4, 5]
-    assert folder.steps() == [1, 3, 6, 7]
-
-
-def test_prune_does_not_count_a_step_without_a_readable_manifest(folder, caplog):
-    for step in (1, 2, 3, 4):
-        save(folder, step)
-    (folder.path / "step_4" / "manifest.json").write_text("{}")
-    assert folder.prune(1) == [1, 2] and folder.steps() == [3, 4]
-    assert "step 4 stays and does not count: step 4 in" in caplog.text
-    folder.remove(4)
-
-
-@pytest.mark.parametrize("keep", [0, -1, 1.0, True])
-def test_prune_leaves_one_at_least(folder, keep):
-    message = (
-        f"`keep` of `prune` must be an integer of at least 1, got {keep!r}. Give how"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        folder.prune(keep)
-
-
 # Full disks.
-
-
-def fail_at(monkeypatch, name, code, at=0):
-    """Has a function of `os` fail from its call number `at` on."""
-    calls, real = [], getattr(os, name)
-
-    def function(*args, **kwargs):
-        calls.append(1)
-        if len(calls) > at:
-            raise OSError(code, os.strerror(code))
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(os, name, function)
-    return calls
 
 
 @pytest.mark.parametrize("at", range(9))
