@@ -4,6 +4,7 @@ This module is the table of contents: what it lists is the public interface.
 """
 
 from shardjax import (
+    checkpoint as checkpoint,
     data as data,
     embed as embed,
     metrics as metrics,

@@ -1,4 +1,4 @@
-"""Folders for files that are good only as long as the process lives that wrote them."""
+"""Folders that one process at a time writes to."""
 
 import logging
 import os
@@ -9,15 +9,12 @@ _log = logging.getLogger(__name__)
 _LOCK = "shardjax.lock"
 
 
-class OwnFolder:
-    """A folder that one process uses for files of one kind.
-
-    Files that a process which has ended has left are removed.
+class LockedFolder:
+    """A folder that is locked against other processes, until `close`.
 
     Args:
       path: made if it is not there.
-      pattern: of the names of the files.
-      use: what they are for, in messages.
+      use: what it is for, in messages.
       owner: what of this process may have the folder, in messages.
 
     Raises:
@@ -27,11 +24,11 @@ class OwnFolder:
     Example:
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as path:
-      ...     folder = OwnFolder(path, "*.state", "the disk level", "an optimizer")
+      ...     folder = LockedFolder(path, "checkpointing", "a StepFolder")
       ...     folder.close()
     """
 
-    def __init__(self, path: str | os.PathLike, pattern: str, use: str, owner: str):
+    def __init__(self, path: str | os.PathLike, use: str, owner: str):
         import fcntl  # not on Windows
 
         self.path = Path(path)
@@ -62,6 +59,36 @@ class OwnFolder:
         self._end = weakref.finalize(self, os.close, self._lock)
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    def close(self) -> None:
+        """Lets others use the folder."""
+        self._end()
+
+
+class OwnFolder(LockedFolder):
+    """A folder that one process uses for files that are good only while it lives.
+
+    Files that a process which has ended has left are removed.
+
+    Args:
+      path: made if it is not there.
+      pattern: of the names of the files.
+      use: what they are for, in messages.
+      owner: what of this process may have the folder, in messages.
+
+    Raises:
+      OSError: if the folder cannot be written to, or is in use, by another process or by
+        this one.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as path:
+      ...     folder = OwnFolder(path, "*.state", "the disk level", "an optimizer")
+      ...     folder.close()
+    """
+
+    def __init__(self, path: str | os.PathLike, pattern: str, use: str, owner: str):
+        super().__init__(path, use, owner)
         left = list(self.path.glob(pattern))
         for file in left:
             file.unlink()
@@ -69,7 +96,3 @@ class OwnFolder:
             _log.info(
                 "%s: removed %d files of a process that has ended", self.path, len(left)
             )
-
-    def close(self) -> None:
-        """Lets others use the folder."""
-        self._end()
