@@ -1,10 +1,22 @@
 """What measured times ask of the interval between saves."""
 
+import logging
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_log = logging.getLogger(__name__)
+
+LEAST_STEPS = 5  # that must have been timed for an interval to be chosen
+
+_SLACK = (
+    1.25  # saves become more frequent if what is needed is below by this factor ...
+)
+_RECENT = 4  # ... after each of so many saves,
+_FALL = 2.0  # or at once if below by this factor
 _WEIGHT = 0.3  # of the newest save in the averages, once there are a few
+_JUMP = 1.5  # a value this many times the average is no noise
 _LEAST = ("steps", "saves")  # figures that only count once all processes have them
 
 
@@ -88,14 +100,91 @@ def merge(figures: Sequence[dict[str, float]]) -> dict[str, float]:
     }
 
 
+class AutoInterval:
+    """The interval that fits the figures, and stays while they hardly change.
+
+    Args:
+      max_overhead: the part of the time of the steps that saves may cost.
+      mtbf: mean time between failures in seconds, None if unknown.
+
+    Attributes:
+      steps: from one save to the next, 0 before that is known.
+    """
+
+    def __init__(self, max_overhead: float, mtbf: float | None = None):
+        self.steps = 0
+        self._max_overhead, self._mtbf = max_overhead, mtbf
+        self._saves = 0  # by which the interval was chosen
+        self._recent: deque[Needs] = deque(maxlen=_RECENT)  # after the last saves
+        self._warned = False  # that failures are too frequent
+
+    def choose(self, figures: dict[str, float]) -> None:
+        """Chooses anew if there is another save to learn from."""
+        saves = int(figures["saves"])
+        if saves <= self._saves or figures["steps"] < LEAST_STEPS:
+            return
+        if not figures["step_s"]:
+            return
+        self._saves = saves
+        before, self.steps = self.steps, self._follow(figures, saves)
+        seconds, cost = self.steps * figures["step_s"], cost_of(figures)
+        _log.log(
+            logging.INFO if self.steps != before else logging.DEBUG,
+            "saving every %d steps (%.3g s, before: %d steps): step %.3g s, stall %.3g s,"
+            " write %.3g s, slower steps %.3g s, overhead %.2f %% of at most %.2f %%",
+            *(self.steps, seconds, before, figures["step_s"], figures["stall_s"]),
+            *(figures["write_s"], figures["slowed_s"]),
+            *(100 * cost / seconds, 100 * self._max_overhead),
+        )
+
+    def _follow(self, figures: dict[str, float], saves: int) -> int:
+        need, steps = needs(figures, self._max_overhead, self._mtbf), self.steps
+        if saves <= 2 or math.ceil(need.least * _FALL) < steps:
+            self._recent.clear()  # the first save may have compiled
+        self._recent.append(need)
+        most = max(self._recent, key=lambda other: other.least)
+        if need.steps > steps:
+            steps = need.steps
+        elif len(self._recent) in (1, _RECENT) and (
+            math.ceil(most.least * _SLACK) < steps
+        ):
+            steps = most.steps
+        if steps > need.most:
+            steps = max(need.steps, math.floor(need.most))
+        if steps > need.most and not self._warned:
+            self._warned = True
+            _log.warning(
+                "saves cannot be as frequent as failures every %.4g s advise: every %.3g"
+                " steps, where overhead and writing allow every %d. The overhead is kept",
+                *(self._mtbf, need.most, steps),
+            )
+        return steps
+
+
 class Average:
-    """A moving average that forgets its first value, which may have compiled."""
+    """A moving average that forgets its first value, which may have compiled.
+
+    Attributes:
+      value: the average.
+      last: the value taken in last.
+      count: how many have been.
+    """
 
     def __init__(self):
-        self.value, self.count = 0.0, 0
+        self.value, self.last, self.count = 0.0, 0.0, 0
 
     def add(self, new: float, at_once: bool) -> None:
         """Takes a new value in; `at_once` forgets all others."""
-        self.count += 1
+        self.last, self.count = new, self.count + 1
         weight = 1.0 if at_once or self.count <= 2 else 1 / (self.count - 1)
         self.value += max(weight, _WEIGHT) * (new - self.value)
+
+
+def jumped(average: float, last: float, new: float) -> bool:
+    """Whether a change is no noise: a high value at once, a low one if it is the second.
+
+    Example:
+      >>> jumped(1.0, 1.0, 2.0), jumped(1.0, 1.0, 0.5), jumped(1.0, 0.5, 0.5)
+      (True, False, True)
+    """
+    return new > _JUMP * average or _JUMP * max(last, new) < average

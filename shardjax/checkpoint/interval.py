@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-from shardjax.checkpoint.figures import Average, cost_of, merge as merge, needs
+from shardjax.checkpoint.figures import (
+    LEAST_STEPS,
+    AutoInterval,
+    Average,
+    cost_of,
+    jumped,
+    merge as merge,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -21,9 +28,6 @@ _ALLOWED = (
     " '10m'"
 )
 _WINDOW = 64  # the last steps whose median is the time of a step
-_SAMPLES = 5  # steps after warm-up that must have been timed
-_JUMP = 1.5  # a save this many times the average is no noise
-_SLACK = 1.2  # saves become more frequent if what is needed is below by this factor
 _RETRY_STEPS = 100  # between attempts to save that fail before any was measured
 
 
@@ -104,7 +108,7 @@ class SavePolicy:
     interval is the smallest k that keeps within `max_overhead`, and in which a write
     ends before the next save. Once the first steps are over it saves to measure. After
     each save it raises k at once where the budget asks for it, and lowers k if a fifth
-    less would do.
+    less has been enough for a few saves.
 
     A save that failed is tried again as soon as possible, once, and then after a whole
     interval; with an interval in steps, at the next multiple. With "auto" and with a
@@ -167,14 +171,14 @@ class SavePolicy:
                     " steps"
                 )
         self.interval = parse_interval(interval)
-        self._max_overhead, self._mtbf = max_overhead, mtbf
         self._warmup, self._ahead, self._clock = warmup_steps, ahead, clock
         self._seconds: deque[float] = deque(maxlen=_WINDOW)  # of the last steps
+        self._busy: deque[float] = deque(maxlen=_WINDOW)  # those since a save, ...
+        self._busy_steps = 0  # ... of so many, while it is written
         self._step_s: float | None = 0.0  # their median, None if it is to be taken
         self._seen = 0  # steps, with those of the warm-up
         self._stall, self._slowed, self._write = Average(), Average(), Average()
-        self._k = 0  # "auto": the interval, 0 before it is known
-        self._evaluated = 0  # the number of saves by which it was chosen
+        self._auto = AutoInterval(max_overhead, mtbf)
         self._begun = False
         self._done = 0  # the last step that ended ...
         self._done_at = 0.0  # ... and when
@@ -185,7 +189,7 @@ class SavePolicy:
         self._open: dict[int, float | None] = {}  # not written: stall, None before it
         self._requested = self._retry = False
         self._failures = 0  # since a save was written
-        self._told: set[str] = set()  # what has been logged and is so only once
+        self._warned = False  # that the interval is short
 
     def next_step(
         self, step: int, figures: dict[str, float] | None = None
@@ -207,7 +211,7 @@ class SavePolicy:
             return self._promised
         figures = self.figures() if figures is None else figures
         if self.interval.kind == "auto":
-            self._evaluate(figures)
+            self._auto.choose(figures)
         due = step + 1 if figures["urgent"] else self._due(step, figures)
         if due is None or due > step + self._ahead:
             return None
@@ -232,46 +236,12 @@ class SavePolicy:
                 return None
             more = math.ceil(left / step_s - 1e-9) if left > 0 else 0
             return max(step + 1, int(figures["done"]) + more)
-        if self._k:
-            return max(step + 1, int(figures["last"]) + self._k)
-        if figures["saves"] or figures["steps"] < _SAMPLES:
+        if self._auto.steps:
+            return max(step + 1, int(figures["last"]) + self._auto.steps)
+        if figures["saves"] or figures["steps"] < LEAST_STEPS:
             return None
         wait = _RETRY_STEPS if figures["failures"] else 0
         return max(step + 1, int(figures["last"]) + wait)
-
-    def _evaluate(self, figures: dict[str, float]) -> None:
-        """Chooses the interval anew if there is another save to learn from."""
-        saves = int(figures["saves"])
-        if saves <= self._evaluated or figures["steps"] < _SAMPLES:
-            return
-        self._evaluated = saves
-        if not figures["step_s"]:
-            return
-        need = needs(figures, self._max_overhead, self._mtbf)
-        before, k = self._k, self._k
-        if need.steps > k or math.ceil(need.least * _SLACK) < k:
-            k = need.steps
-        if k > need.most:
-            k = max(need.steps, math.floor(need.most))
-        if k > need.most and "mtbf" not in self._told:
-            self._told.add("mtbf")
-            _log.warning(
-                "saves cannot be as frequent as failures every %.4g s advise: every %.3g"
-                " steps, where overhead and writing allow every %d. The overhead is kept",
-                self._mtbf,
-                need.most,
-                k,
-            )
-        self._k = k
-        step_s = figures["step_s"]
-        _log.log(
-            logging.INFO if k != before else logging.DEBUG,
-            "saving every %d steps (%.3g s, before: %d steps): step %.3g s, stall %.3g s,"
-            " write %.3g s, slower steps %.3g s, overhead %.2f %% of at most %.2f %%",
-            *(k, k * step_s, before, step_s, figures["stall_s"], figures["write_s"]),
-            *(figures["slowed_s"], 100 * cost_of(figures) / (k * step_s)),
-            100 * self._max_overhead,
-        )
 
     def figures(self) -> dict[str, float]:
         """What has been measured and decided, for metrics and for `merge`.
@@ -299,7 +269,7 @@ class SavePolicy:
             "open": int(bool(self._open)),
             "urgent": int(self._requested or self._retry),
         }
-        k = self._k if self.interval.kind == "auto" else self.interval.every
+        k = self._auto.steps if self.interval.kind == "auto" else self.interval.every
         if self.interval.kind == "time":
             k = math.ceil(k / self._step_s) if self._step_s else 0
         spent = k * self._step_s
@@ -320,8 +290,21 @@ class SavePolicy:
         self._done, self._done_at = max(self._done, step), self._clock()
         self._seen += 1
         if self._seen > self._warmup:
-            self._seconds.append(seconds)
-            self._step_s = None
+            self._busy.append(seconds)
+            self._busy_steps += 1
+            if not self._writing():
+                self._settle(0.0)
+
+    def _writing(self) -> list[int]:
+        return [step for step, stall in self._open.items() if stall is not None]
+
+    def _settle(self, slowed_s: float) -> None:
+        """Takes the steps during a write to the others, without what it cost them."""
+        if self._busy:
+            share = slowed_s / self._busy_steps
+            self._seconds.extend(max(seconds - share, 0.0) for seconds in self._busy)
+            self._busy.clear()
+            self._busy_steps, self._step_s = 0, None
 
     def saved(self, step: int, stall_s: float) -> None:
         """Notes that the state after a step is copied, and training goes on.
@@ -356,27 +339,28 @@ class SavePolicy:
         _check_seconds("write_s", write_s)
         stall_s = self._open.get(step)
         if stall_s is None:
-            writing = [s for s, stall in self._open.items() if stall is not None]
             raise ValueError(
                 f"`written` must be told of a save that is being written, one of"
-                f" {writing}, got step {step}. Call `saved` first"
+                f" {self._writing()}, got step {step}. Call `saved` first"
             )
         del self._open[step]
         self._failures, self._retry = 0, False
-        cost = stall_s + (self._slowed.value if slowed_s is None else slowed_s)
-        jump = cost > _JUMP * (self._stall.value + self._slowed.value)
-        self._stall.add(stall_s, jump)
+        stall, slowed, write = self._stall, self._slowed, self._write
+        cost = stall_s + (slowed.value if slowed_s is None else slowed_s)
+        jump = jumped(stall.value + slowed.value, stall.last + slowed.last, cost)
+        stall.add(stall_s, jump)
         if slowed_s is not None:
-            self._slowed.add(slowed_s, jump)
-        self._write.add(write_s, write_s > _JUMP * self._write.value)
+            slowed.add(slowed_s, jump)
+        write.add(write_s, jumped(write.value, write.last, write_s))
+        self._settle(slowed.value if slowed_s is None else slowed_s)
         self._warn_of_short_interval(write_s)
 
     def _warn_of_short_interval(self, write_s: float) -> None:
         seconds = self.interval.every
         if self.interval.kind == "steps":
             seconds *= self.figures()["step_s"]
-        if 0 < seconds < write_s and "short" not in self._told:
-            self._told.add("short")
+        if 0 < seconds < write_s and not self._warned:
+            self._warned = True
             _log.warning(
                 "a save every %.3g s (%s) is asked for, but writing one took %.3g s: saves"
                 " wait for one another",
@@ -387,6 +371,7 @@ class SavePolicy:
         """Notes that a save could not be taken or written, in any of the processes."""
         self._begin(step)
         self._open.pop(step, None)
+        self._settle(0.0)
         self._failures += 1
         self._since = self._done_at = self._clock()
         if self._failures == 1:
