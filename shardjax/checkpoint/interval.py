@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from numbers import Real
 from typing import Literal
 
 from shardjax.checkpoint.figures import (
@@ -44,8 +45,11 @@ class Interval:
     every: float = 0
 
     def __str__(self) -> str:
-        unit = {"steps": "", "time": "s"}
-        return f"{self.every:g}{unit[self.kind]}" if self.kind in unit else self.kind
+        if self.kind == "steps":
+            return str(self.every)
+        if self.kind == "time":
+            return f"{self.every:.6f}".rstrip("0").rstrip(".") + "s"
+        return self.kind
 
 
 def parse_interval(text: str | float | timedelta | Interval) -> Interval:
@@ -64,17 +68,17 @@ def parse_interval(text: str | float | timedelta | Interval) -> Interval:
       (Interval(kind='time', every=5400.0), Interval(kind='steps', every=500))
     """
     if isinstance(text, Interval):
-        return text
+        return _positive(text, str(text)) if text.kind in ("steps", "time") else text
     if isinstance(text, timedelta):
         return _positive(Interval("time", text.total_seconds()), text)
-    if isinstance(text, bool) or not isinstance(text, str | int | float):
+    if isinstance(text, bool) or not isinstance(text, str | Real):
         raise TypeError(f"The interval of saves must be {_ALLOWED}, got {text!r}")
     words = str(text).strip().lower()
     if words == "auto":
         return Interval("auto")
     if words == "none":
         return Interval("none")
-    match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?)\s*([a-z]*)", words)
+    match = re.fullmatch(r"([+-]?\d{1,15}(?:\.\d+)?)\s*([a-z]*)", words)
     if not match or match[2] not in ("", *_UNITS):
         raise ValueError(f"The interval of saves must be {_ALLOWED}, got {text!r}")
     number = float(match[1])
@@ -337,6 +341,7 @@ class SavePolicy:
           ValueError: if no save of that step is being written.
         """
         _check_seconds("write_s", write_s)
+        _check_seconds("slowed_s", abs(slowed_s or 0.0))  # noise may be negative
         stall_s = self._open.get(step)
         if stall_s is None:
             raise ValueError(

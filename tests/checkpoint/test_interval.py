@@ -5,6 +5,7 @@ import math
 import random
 from datetime import timedelta
 
+import numpy as np
 import pytest
 
 from shardjax.checkpoint.figures import needs
@@ -124,7 +125,11 @@ def compiles(s):
         ("1.5 H", "time", 5400),
         ("2d", "time", 172800),
         (timedelta(minutes=3), "time", 180),
+        (timedelta(microseconds=20), "time", 2e-5),
         (Interval("steps", 7), "steps", 7),
+        (Interval("none"), "none", 0),
+        (12345678, "steps", 12345678),
+        (np.int64(5), "steps", 5),
     ],
 )
 def test_an_interval_is_read_and_written(text, kind, every):
@@ -133,7 +138,9 @@ def test_an_interval_is_read_and_written(text, kind, every):
     assert parse_interval(str(interval)) == interval
 
 
-@pytest.mark.parametrize("text", ["", "often", "10x", "m", "1h30m", "1e400s", "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "often", "10x", "m", "1h30m", "1e400s", "nan", "9" * 400]
+)
 def test_an_interval_of_another_kind_names_what_is_allowed(text):
     message = (
         f"must be 'auto', 'none', a number of steps .* time in s, m, h or d .*{text}"
@@ -150,7 +157,9 @@ def test_an_interval_of_another_type_is_refused(text):
         parse_interval(text)
 
 
-@pytest.mark.parametrize("text", [0, -3, "0", "-3", "0s", "-2m", timedelta(0)])
+@pytest.mark.parametrize(
+    "text", [0, -3, "0", "-3", "0s", "-2m", timedelta(0), Interval("time")]
+)
 def test_an_interval_that_is_not_positive_is_refused(text):
     with pytest.raises(ValueError, match="must be positive, got .*Write 'none'"):
         parse_interval(text)
@@ -196,6 +205,9 @@ def test_times_out_of_range_are_refused(value):
     policy.saved(1, 0.1)
     with pytest.raises(ValueError, match=f"`write_s` {message}"):
         policy.written(1, value)
+    if value != -1.0:  # by noise, steps may seem to be faster
+        with pytest.raises(ValueError, match=f"`slowed_s` {message}"):
+            policy.written(1, 1.0, value)
 
 
 def test_only_a_save_that_was_taken_is_written():
@@ -531,10 +543,12 @@ def test_processes_with_different_times_agree(interval):
             runs[1].policy.request(step)
         together = merge([run.policy.figures() for run in runs])
         (due,) = {run.policy.next_step(step, together) for run in runs}
-        for run in runs:
+        for run, behind in zip(runs, [0, 2, 5], strict=True):
             run.due.add(due)
-            run._step()
-    assert runs[0].at == runs[1].at == runs[2].at
+            if step >= behind:  # of what is planned
+                run._step()
+    at = [[s for s in run.at if s <= 5990] for run in runs]
+    assert at[0] == at[1] == at[2]
     assert 2346 in runs[0].at
     if interval == "auto":
         assert runs[0].ks[-1] == runs[2].ks[-1] > 0.9 * 0.3 / 0.0035
