@@ -17,23 +17,38 @@ class Moments:
     def __init__(self, make: Callable[[], Outline]):
         self._make = make
         self._announced: set[int] = set()
+        self._every: tuple[int, int] | None = None  # all from a first one on
         self._outlines: dict[int, Outline] = {}
 
-    def announce(self, moment: int, planned: int) -> int:
-        """Asks for an outline of a moment, or of now if that is past; returns which."""
+    def announce(self, moment: int, planned: int, every: int | None = None) -> int:
+        """Asks for an outline of a moment, or of now if that is past; returns which.
+
+        Args:
+          moment: which.
+          planned: so many plans have been made.
+          every: of all further moments so far apart as well, and of no others.
+        """
         moment = max(moment, planned)
-        self._announced.add(moment)
+        if every is None:
+            self._announced.add(moment)
+        else:
+            self._every = moment, every
         self.reached(planned)
         return moment
 
     def is_end(self, moment: int) -> bool:
         """Whether a window has to end there."""
-        return moment in self._announced
+        if moment in self._announced:
+            return True
+        if self._every is None:
+            return False
+        first, every = self._every
+        return moment >= first and (moment - first) % every == 0
 
     def reached(self, planned: int) -> None:
         """Makes the outline of now, if it is wanted: so many plans have been made."""
-        if planned in self._announced:
-            self._announced.remove(planned)
+        if self.is_end(planned) and planned not in self._outlines:
+            self._announced.discard(planned)
             self._outlines[planned] = self._make()
 
     def take(self, moment: int) -> Outline | None:
@@ -47,5 +62,6 @@ class Moments:
     def clear(self) -> None:
         """Forgets all."""
         self._announced.clear()
+        self._every = None
         while self._outlines:
             self._outlines.popitem()[1].close()

@@ -554,9 +554,13 @@ class Planner:
                 ]
         return np.unique(np.concatenate(parts))
 
-    def announce(self, batches: int) -> int:
+    def announce(self, batches: int, every: int | None = None) -> int:
         """Asks for an outline of the moment after so many more batches, or, if those have
         been planned already, as soon as there can be one.
+
+        Args:
+          batches: from now on.
+          every: for all further moments so far apart, too; no others announced before.
 
         Returns:
           After how many batches that is.
@@ -565,7 +569,14 @@ class Planner:
             self._check_open()
             live = [p.sequence for p in self._pending if p.plan() is not None]
             first = live[0] if live else self._planned + 1
-            return self.moments.announce(first + batches - 1, self._planned) - first + 1
+            moment = first + batches - 1
+            return self.moments.announce(moment, self._planned, every) - first + 1
+
+    @property
+    def ahead(self) -> int:
+        """Batches that have been planned and wait for their steps."""
+        with self._state:
+            return sum(p.plan() is not None for p in self._pending)
 
     def _outline(self, used: Sequence[np.ndarray] | None = None) -> Outline:
         """What there is now, as planned; or in the slots `used` of devices alone."""

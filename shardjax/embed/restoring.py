@@ -42,7 +42,7 @@ def describe(
         "evicted_before": outline.evicted_before,
         "seed": seed,
         "devices": devices,
-        "sizes": [[key, n] for key, n in outline.sizes.items()],
+        "sizes": [[_as_lists(key), int(n)] for key, n in outline.sizes.items()],
         "groups": [
             {
                 "name": group.name,
@@ -54,6 +54,10 @@ def describe(
             for group, tier in zip(groups, outline.tiers, strict=True)
         ],
     }
+
+
+def _as_lists(x):
+    return [_as_lists(y) for y in x] if isinstance(x, tuple) else x
 
 
 def _leaves(group: Group) -> list[list]:

@@ -29,7 +29,12 @@ class Snapshots:
         self._seed = seed
         self._active: list[Snapshot] = []
 
-    def announce(self, batches: int) -> int:
+    @property
+    def ahead(self) -> int:
+        """Batches that have been planned and wait for their steps."""
+        return self._planner.ahead
+
+    def announce(self, batches: int, every: int | None = None) -> int:
         """Says that a snapshot will be taken after so many more batches.
 
         Where rows lie in a storage, or `admit` or `evict` go by what has been, a snapshot
@@ -38,11 +43,12 @@ class Snapshots:
 
         Args:
           batches: from now on, at least 1.
+          every: with it, snapshots will be taken so many batches apart from then on.
 
         Returns:
           After how many it can be taken: more than asked for, if planning is further.
         """
-        return self._planner.announce(batches)
+        return self._planner.announce(batches, every)
 
     def take(self, state: Sequence[SlabState]) -> tuple[Snapshot, dict[str, Any]]:
         """Begins a snapshot of the rows as they are now; training may go on.

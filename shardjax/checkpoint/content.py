@@ -1,0 +1,151 @@
+"""What of a training state goes where in a checkpoint, and back.
+
+Arrays go by their path in the state. Rows of embedding tables go by their keys, so that
+they can lie otherwise afterwards; of their slabs only what the rows of one share is an
+array. Metrics in progress have a part per device: on another number of devices they are
+merged into one.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardjax.checkpoint.leaves import flatten
+from shardjax.embed import EmbeddingCollection
+from shardjax.embed.moves import SlabState
+from shardjax.metrics import merge_stacked
+
+
+def _fields(state: Any) -> dict[str, Any]:
+    """The parts of a state by name."""
+    if dataclasses.is_dataclass(state) and not isinstance(state, type):
+        return {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    return {"state": state}
+
+
+def arrays_of(state: Any, collection: EmbeddingCollection | None) -> dict[str, Any]:
+    """The parts of a state that are written as arrays, by name."""
+    parts = _fields(state)
+    if collection is not None:
+        parts["tables"] = {
+            group.name: list(slab.shared)
+            for group, slab in zip(collection.groups, state.tables, strict=True)
+        }
+    return parts
+
+
+def target_of(
+    state: Any,
+    collection: EmbeddingCollection | None,
+    tables: Mapping[str, Any] | None,
+    arrays: Mapping[str, Any],
+    step: int,
+) -> dict[str, Any]:
+    """Like `arrays_of`, with what lies otherwise in the checkpoint as it is there.
+
+    Args:
+      state: that is wanted.
+      collection: of its tables.
+      tables: the description of those in the checkpoint.
+      arrays: descriptions of the arrays in the checkpoint, by path.
+      step: of the checkpoint.
+
+    Raises:
+      ValueError: if one has tables and the other none.
+    """
+    parts = arrays_of(state, collection)
+    if (collection is None) != (tables is None):
+        has, lacks = ("checkpoint", "state that it is restored to")
+        if tables is None:
+            has, lacks = "state", f"checkpoint of step {step}"
+        raise ValueError(
+            f"the {has} has embedding tables and the {lacks} has none: give the"
+            " Checkpointer the `collection` that the checkpoint was made with, or none"
+        )
+    if collection is None or tables is None:
+        return parts
+    everywhere = jax.NamedSharding(collection.mesh, jax.P())
+
+    def as_saved(path):
+        saved = arrays[path]
+        return jax.ShapeDtypeStruct(
+            tuple(saved["shape"]), jax.numpy.dtype(saved["dtype"]), sharding=everywhere
+        )
+
+    parts["tables"] = {
+        group["name"]: [
+            as_saved(path)
+            for path in sorted(
+                (p for p in arrays if p.startswith(f"tables/{group['name']}/")),
+                key=lambda p: int(p.rsplit("/", 1)[1]),
+            )
+        ]
+        for group in tables["groups"]
+    }
+    if "metrics" in parts and tables["devices"] != collection.devices:
+        metrics = flatten({"metrics": parts["metrics"]})
+        if all(path in arrays for path in metrics):
+            leaves, tree = jax.tree.flatten(parts["metrics"])
+            assert len(leaves) == len(metrics)
+            parts["metrics"] = tree.unflatten([as_saved(path) for path in metrics])
+    return parts
+
+
+def shared_of(
+    slabs: Sequence[SlabState],
+    collection: EmbeddingCollection,
+    tables: Mapping[str, Any],
+    found: Mapping[str, Sequence[jax.Array]],
+) -> tuple[SlabState, ...]:
+    """Slabs with what their rows share, which may have been in other groups.
+
+    Raises:
+      ValueError: if a group's tables have shared other values in the checkpoint.
+    """
+    group_of = {name: g["name"] for g in tables["groups"] for name in g["tables"]}
+    out = []
+    for group, slab in zip(collection.groups, slabs, strict=True):
+        names = [t.spec.name for t in group.tables]
+        sources = {group_of[name] for name in names if name in group_of}
+        values = [found[name] for name in sorted(sources)]
+        if not values or len(values[0]) != len(slab.shared):
+            out.append(slab)  # new tables, or a new optimizer
+            continue
+        for other in values[1:]:
+            for a, b in zip(values[0], other, strict=True):
+                if not np.array_equal(np.asarray(a), np.asarray(b)):
+                    raise ValueError(
+                        f"tables {names} share an optimizer's counts here, and had"
+                        f" different ones in the checkpoint, such as {np.asarray(a)} and"
+                        f" {np.asarray(b)}: give the tables that were trained apart"
+                        " optimizers of their own, one object each"
+                    )
+        shared = [
+            jax.device_put(x.astype(old.dtype), old.sharding, may_alias=False)
+            for x, old in zip(values[0], slab.shared, strict=True)
+        ]
+        out.append(SlabState(slab.rows, slab.row_state, shared))
+    return tuple(out)
+
+
+def metrics_of(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics with a part per device, from those of another number of devices.
+
+    Args:
+      found: parts [devices then, ...] of each leaf.
+      wanted: empty ones, [devices now, ...].
+    """
+    out = {}
+    for name, metric in wanted.items():
+        merged = merge_stacked(found[name])
+
+        def first(part, empty):
+            stacked = np.array(empty)
+            stacked[0] = np.asarray(part)
+            return jax.device_put(stacked, empty.sharding)
+
+        out[name] = jax.tree.map(first, merged, metric)
+    return out

@@ -1,0 +1,191 @@
+"""Rows of embedding tables in a checkpoint: arrays of records, written as they come.
+
+One array per group of tables, in Zarr v3 and without compression, so that a chunk's file
+is its bytes: int32 [rows, 5 + words], of `shardjax.embed.outline`. A chunk of about 16 MB
+is written when it is full; two are in memory at a time. Beside it lie the counts that
+`admit` goes by, an array each.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+_CHUNK_BYTES = 16 << 20
+# Files are synced to the medium once, when the step is committed.
+_CONTEXT = {"file_io_sync": False, "cache_pool": {"total_bytes_limit": 0}}
+
+
+def _open(path: Path, create: Mapping[str, Any] | None = None) -> Any:
+    spec: dict[str, Any] = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{path}/"},
+    }
+    if create is not None:
+        spec |= {"metadata": create, "store_data_equal_to_fill_value": True}
+    context = ts.Context(_CONTEXT)
+    return ts.open(spec, create=create is not None, context=context).result()
+
+
+def _metadata(shape: Sequence[int], chunk: Sequence[int], dtype: str) -> dict[str, Any]:
+    grid = {"name": "regular", "configuration": {"chunk_shape": list(chunk)}}
+    codec = {"name": "bytes", "configuration": {"endian": "little"}}
+    if np.dtype(dtype).itemsize == 1:
+        codec = {"name": "bytes"}
+    return {
+        "shape": list(shape),
+        "data_type": dtype,
+        "chunk_grid": grid,
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": [codec],
+        "fill_value": 0,
+    }
+
+
+class _Records:
+    """One array being written."""
+
+    def __init__(self, path: Path, rows: int, words: int):
+        self.path = path
+        self.rows = rows
+        self.chunk = max(min(_CHUNK_BYTES // (4 * words), rows), 1)
+        self._array = _open(
+            path, _metadata((rows, words), (self.chunk, words), "int32")
+        )
+        self._buffers = [np.zeros((self.chunk, words), np.int32) for _ in range(2)]
+        self._writes: list[Any] = [None, None]
+        self._chunks = self._filled = 0
+        self.known: dict[str, tuple[int, int]] = {}
+
+    @property
+    def written(self) -> int:
+        """Rows so far."""
+        return self._chunks * self.chunk + self._filled
+
+    def write(self, records: np.ndarray) -> None:
+        """Appends records."""
+        while len(records):
+            turn = self._chunks % 2
+            if not self._filled and self._writes[turn] is not None:
+                self._writes[turn].result()
+            n = min(self.chunk - self._filled, len(records))
+            self._buffers[turn][self._filled : self._filled + n] = records[:n]
+            self._filled += n
+            records = records[n:]
+            if self._filled == self.chunk:
+                self._flush()
+
+    def _flush(self) -> None:
+        turn, start = self._chunks % 2, self._chunks * self.chunk
+        data = self._buffers[turn]
+        data[self._filled :] = 0
+        size = data.nbytes, zlib.crc32(data.data)
+        self.known[f"c/{self._chunks}/0"] = size
+        part = data[: self._filled]
+        self._writes[turn] = self._array[start : start + len(part)].write(
+            part, can_reference_source_data_indefinitely=True
+        )
+        self._chunks, self._filled = self._chunks + 1, 0
+
+    def finish(self) -> None:
+        """Writes the rest, and waits."""
+        if self._filled:
+            self._flush()
+        for write in self._writes:
+            if write is not None:
+                write.result()
+
+
+class RowWriter:
+    """Writes the rows of a snapshot.
+
+    Args:
+      path: a folder in which to write; made if it is not there.
+      groups: of `shardjax.embed.restoring.describe`.
+
+    Raises:
+      OSError, ValueError: if something cannot be written; here and below.
+    """
+
+    def __init__(self, path: Path, groups: Sequence[Mapping[str, Any]]):
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._arrays = [
+            _Records(path / g["name"], g["rows"], g["words"]) if g["rows"] else None
+            for g in groups
+        ]
+
+    def write(self, group: int, records: np.ndarray) -> None:
+        """Writes table records, int32 [n, 5 + words], of a group, by number."""
+        array = self._arrays[group]
+        if array is None:
+            raise ValueError(
+                f"group {group} has no rows, and {len(records)} came: this is an error in"
+                " shardjax; please report it"
+            )
+        array.write(records)
+
+    def write_counts(self, counts: Mapping[str, Mapping[str, np.ndarray]]) -> list:
+        """Writes what has been counted of keys without a row; returns names for `read_counts`."""
+        names = []
+        for number, (table, arrays) in enumerate(counts.items()):
+            for name, x in arrays.items():
+                names.append([table, name, str(number)])
+                if len(x):
+                    path = self.path / "counts" / str(number) / name
+                    made = _open(path, _metadata(x.shape, x.shape, x.dtype.name))
+                    made.write(x).result()
+                else:
+                    names[-1].append(x.dtype.name)
+        return names
+
+    def finish(self) -> dict[str, tuple[int, int]]:
+        """Waits until all is written.
+
+        Returns:
+          By path below the folder: size and CRC-32 of the files with rows.
+        """
+        known = {}
+        for array in self._arrays:
+            if array is not None:
+                array.finish()
+                folder = array.path.relative_to(self.path).as_posix()
+                known |= {f"{folder}/{k}": v for k, v in array.known.items()}
+        return known
+
+
+def read_records(
+    path: Path, groups: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The number of a group and its table records, a part at a time.
+
+    Args:
+      path, groups: as of `RowWriter`.
+    """
+    for number, group in enumerate(groups):
+        if not group["rows"]:
+            continue
+        array = _open(path / group["name"])
+        chunk = array.chunk_layout.read_chunk.shape[0]
+        starts = range(0, group["rows"], chunk)
+        ahead = array[: min(chunk, group["rows"])].read()
+        for start in starts:
+            part = ahead.result()
+            stop = start + chunk
+            if stop < group["rows"]:
+                ahead = array[stop : min(stop + chunk, group["rows"])].read()
+            yield number, np.ascontiguousarray(part)
+
+
+def read_counts(path: Path, names: Sequence) -> dict[str, dict[str, np.ndarray]]:
+    """What `RowWriter.write_counts` has written under the names that it returned."""
+    counts: dict[str, dict[str, np.ndarray]] = {}
+    for table, name, number, *empty in names:
+        x = np.zeros(0, empty[0]) if empty else None
+        if x is None:
+            x = _open(path / "counts" / number / name).read().result()
+        counts.setdefault(table, {})[name] = x
+    return counts
