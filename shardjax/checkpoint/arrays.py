@@ -5,18 +5,18 @@ depends on no class and on no mesh. Orbax is imported where it is used, not with
 module: it takes a second.
 """
 
-import logging
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from shardjax.checkpoint.backend import Quiet, first_line, make_handler, stored_name
 from shardjax.checkpoint.leaves import (
     check_fit,
     describe as describe,
@@ -29,6 +29,8 @@ from shardjax.checkpoint.leaves import (
     leaf_kind,
 )
 
+# Read at a time, by all devices: reading needs as much again for a while.
+_BATCH_BYTES = 256 << 20
 # Whole arrays as one chunk would be read whole by every device that wants a part of them.
 _CHUNK_BYTES = 16 << 20
 
@@ -55,7 +57,7 @@ class ArrayWriter:
         self._timeout = timeout
         self._checkpointer: Any = None
         self._path: Path | None = None  # of the save in flight
-        self._quiet = _Quiet()
+        self._quiet = Quiet()
 
     def save(self, path: str | os.PathLike, tree: PyTree) -> None:
         """Starts to write a tree; it may be donated or changed once this returns.
@@ -81,7 +83,7 @@ class ArrayWriter:
                 " Give another path, or remove it"
             )
         stored = {
-            _stored_name(name): _stored_value(name, x)
+            stored_name(name): _stored_value(name, x)
             for name, x in flatten(tree).items()
             if np.size(x)  # Orbax refuses to write nothing
         }
@@ -101,7 +103,7 @@ class ArrayWriter:
         try:
             if self._checkpointer is None:
                 self._checkpointer = ocp.AsyncCheckpointer(
-                    _make_handler(), timeout_secs=int(max(1, self._timeout))
+                    make_handler(), timeout_secs=int(max(1, self._timeout))
                 )
             self._checkpointer.save(path, args=args)
         except Exception as error:
@@ -199,16 +201,18 @@ def restore(
         for name, x in wanted.items()
         if name not in ignored and not is_empty(described[name])
     }
-    values = _read(path, read)
-    result = []
+    result = {}
+    for batch in _batches(read):
+        values = _read(path, batch)
+        for name, reading in batch.items():
+            result[name] = reading.finish(values.pop(name))
     for name, x in wanted.items():
         if name in ignored:
-            result.append(_copy(x))
-        elif name in read:
-            result.append(read[name].finish(values.pop(name)))
-        else:
-            result.append(_empty(x))
-    return jax.tree.unflatten(jax.tree.structure(target), result)
+            result[name] = _copy(x)
+        elif name not in result:
+            result[name] = _empty(x)
+    leaves = [result[name] for name in wanted]
+    return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
 class _Reading:
@@ -257,12 +261,23 @@ class _Reading:
         return value[()] if self.kind == "numpy_scalar" else value.item()
 
 
+def _batches(read: Mapping[str, _Reading]) -> Iterator[dict[str, _Reading]]:
+    """Parts of what is to be read, of about `_BATCH_BYTES` each."""
+    batch, size = {}, 0
+    for name, reading in read.items():
+        batch[name] = reading
+        size += math.prod(reading.shape) * jnp.dtype(reading.dtype).itemsize
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = {}, 0
+    if batch:
+        yield batch
+
+
 def _read(path: Path, read: Mapping[str, _Reading]) -> dict[str, Any]:
-    if not read:
-        return {}
     import orbax.checkpoint as ocp
 
-    names = {_stored_name(name): name for name in read}
+    names = {stored_name(name): name for name in read}
     args = ocp.args.PyTreeRestore(
         item={stored: 0 for stored in names},
         restore_args={
@@ -271,7 +286,7 @@ def _read(path: Path, read: Mapping[str, _Reading]) -> dict[str, Any]:
         partial_restore=True,
     )
     try:
-        with _Quiet(), ocp.Checkpointer(_make_handler()) as checkpointer:
+        with Quiet(), ocp.Checkpointer(make_handler()) as checkpointer:
             values = checkpointer.restore(path, args=args)
     except (jax.errors.JaxRuntimeError, MemoryError):
         raise  # no fault of the files
@@ -281,46 +296,9 @@ def _read(path: Path, read: Mapping[str, _Reading]) -> dict[str, Any]:
         leaf = f" ({max(found, key=len)})" if found else ""
         raise OSError(
             f"the arrays in {path}{leaf} must be as they were written, but cannot be read:"
-            f" {_first_line(error)}. Restore another checkpoint"
+            f" {first_line(error)}. Restore another checkpoint"
         ) from error
     return {name: values[stored] for stored, name in names.items()}
-
-
-def _make_handler():
-    """Orbax's handler of trees, for both ways.
-
-    OCDBT keeps a handful of files per process, however many arrays there are, and reads a
-    part of an array without the rest. Compression costs more time than it saves: floats
-    shrink by a tenth at best. Orbax's files of shardings and of per-process metadata are
-    left out: our own manifest has what is needed. Replicas are written in parts by all
-    processes; within one it would only make more chunks.
-    """
-    import orbax.checkpoint as ocp
-
-    types = ocp.type_handlers
-    registry = types.create_type_handler_registry(
-        (
-            jax.Array,
-            types.ArrayHandler(
-                use_replica_parallel=jax.process_count() > 1,
-                enable_write_sharding_file=False,
-                array_metadata_store=None,
-            ),
-        ),
-        # `_stored_value` has made copies
-        (np.ndarray, types.NumpyHandler(deepcopy_host_arrays=False)),
-    )
-    return ocp.PyTreeCheckpointHandler(
-        use_ocdbt=True,
-        use_zarr3=True,
-        use_compression=False,
-        type_handler_registry=registry,
-    )
-
-
-def _stored_name(path: str) -> str:
-    """A name for the files: "params/w" as "params.w"; no two paths have the same."""
-    return quote(path, safe="/").replace(".", "%2E").replace("/", ".") or "%"
 
 
 def _stored_value(path: str, x: Any) -> Any:
@@ -386,14 +364,9 @@ def _check_range(path: str, values: np.ndarray, dtype) -> None:
 def _write_error(path: Path, error: Exception) -> OSError:
     return OSError(
         f"the arrays of {path} must be written in full, but that failed:"
-        f" {_first_line(error)}. See that there is room and that the folder can be"
+        f" {first_line(error)}. See that there is room and that the folder can be"
         " written to, then save again"
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}".rstrip(".: ")
 
 
 def _chain_text(error: BaseException | None) -> str:
@@ -402,23 +375,3 @@ def _chain_text(error: BaseException | None) -> str:
         texts.append(str(error))
         error = error.__cause__ or error.__context__
     return "\n".join(texts)
-
-
-class _Quiet(logging.Filter):
-    """Keeps what Orbax logs from the log while it works for us; its errors are raised."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return f"{os.sep}orbax{os.sep}" not in record.pathname
-
-    def start(self) -> None:
-        logging.getLogger("absl").addFilter(self)
-
-    def stop(self) -> None:
-        logging.getLogger("absl").removeFilter(self)
-
-    def __enter__(self) -> "_Quiet":
-        self.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.stop()
