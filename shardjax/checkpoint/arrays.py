@@ -33,6 +33,7 @@ from shardjax.checkpoint.leaves import (
 _BATCH_BYTES = 256 << 20
 # Whole arrays as one chunk would be read whole by every device that wants a part of them.
 _CHUNK_BYTES = 16 << 20
+_NOT_THERE = "not there"
 
 
 class ArrayWriter:
@@ -102,8 +103,14 @@ class ArrayWriter:
         self._path = path
         try:
             if self._checkpointer is None:
+                # A folder made in the background that cannot be made would leave threads
+                # that wait for it for minutes.
+                options = ocp.options.AsyncOptions(
+                    timeout_secs=math.ceil(self._timeout),
+                    create_directories_asynchronously=False,
+                )
                 self._checkpointer = ocp.AsyncCheckpointer(
-                    make_handler(), timeout_secs=int(max(1, self._timeout))
+                    make_handler(), async_options=options
                 )
             self._checkpointer.save(path, args=args)
         except Exception as error:
@@ -230,7 +237,8 @@ class _Reading:
         changed = stored["dtype"] != new["dtype"]
         # integers are looked at before they are cast, which would wrap them
         self.checked = changed and jnp.issubdtype(jnp.dtype(self.dtype), jnp.integer)
-        self.on_device = self.kind == "jax" and not self.checked
+        self.free = _is_free(target)
+        self.on_device = self.kind == "jax" and not self.checked and not self.free
 
     def restore_args(self, ocp):
         """What Orbax is to do."""
@@ -245,20 +253,24 @@ class _Reading:
     def finish(self, value):
         """The leaf, from what Orbax has read."""
         if self.on_device:
-            value = _own(value)
-            if self.key:
-                value = jax.random.wrap_key_data(value, impl=_key_impl(self.target))
-            return value
+            return self._as_key(_own(value))
         value = np.asarray(value)
         dtype = jnp.dtype(self.dtype)
         if self.checked:
             _check_range(self.path, value, dtype)
         value = value.astype(dtype, copy=False)
+        if self.free:
+            return self._as_key(jnp.array(value))
         if self.kind == "jax":
             return jax.device_put(value, self.target.sharding, may_alias=False)
         if self.kind == "numpy":
             return value
         return value[()] if self.kind == "numpy_scalar" else value.item()
+
+    def _as_key(self, value: jax.Array) -> jax.Array:
+        if not self.key:
+            return value
+        return jax.random.wrap_key_data(value, impl=_key_impl(self.target))
 
 
 def _batches(read: Mapping[str, _Reading]) -> Iterator[dict[str, _Reading]]:
@@ -279,7 +291,7 @@ def _read(path: Path, read: Mapping[str, _Reading]) -> dict[str, Any]:
 
     names = {stored_name(name): name for name in read}
     args = ocp.args.PyTreeRestore(
-        item={stored: 0 for stored in names},
+        item=dict.fromkeys(names, _NOT_THERE),
         restore_args={
             stored: read[name].restore_args(ocp) for stored, name in names.items()
         },
@@ -292,12 +304,12 @@ def _read(path: Path, read: Mapping[str, _Reading]) -> dict[str, Any]:
         raise  # no fault of the files
     except Exception as error:
         text = _chain_text(error)
-        found = [name for stored, name in names.items() if f"{stored}/" in text]
-        leaf = f" ({max(found, key=len)})" if found else ""
-        raise OSError(
-            f"the arrays in {path}{leaf} must be as they were written, but cannot be read:"
-            f" {first_line(error)}. Restore another checkpoint"
-        ) from error
+        found = [name for stored, name in names.items() if f'"{stored}/' in text]
+        raise _read_error(path, found, first_line(error)) from error
+    for stored, name in names.items():
+        # Orbax gives what is not there back as it was asked for
+        if values[stored] is _NOT_THERE:
+            raise _read_error(path, [name], "the files do not hold it")
     return {name: values[stored] for stored, name in names.items()}
 
 
@@ -344,11 +356,16 @@ def _copy(x: Any) -> Any:
 def _empty(x: Any) -> Any:
     if leaf_kind(x) != "jax":
         return np.zeros(x.shape, x.dtype)
-    if not is_key(str(x.dtype)):
-        return jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
-    data = _key_data(x)
-    zeros = jax.device_put(np.zeros(data.shape, data.dtype), x.sharding)
-    return jax.random.wrap_key_data(zeros, impl=_key_impl(x))
+    key = is_key(str(x.dtype))
+    like = _key_data(x) if key else x
+    zeros: Any = np.zeros(like.shape, like.dtype)
+    zeros = jnp.array(zeros) if _is_free(x) else jax.device_put(zeros, x.sharding)
+    return jax.random.wrap_key_data(zeros, impl=_key_impl(x)) if key else zeros
+
+
+def _is_free(x: Any) -> bool:
+    """Whether JAX may move an array to other arrays' devices, as a step count's."""
+    return isinstance(x, jax.Array) and not x.committed
 
 
 def _check_range(path: str, values: np.ndarray, dtype) -> None:
@@ -359,6 +376,14 @@ def _check_range(path: str, values: np.ndarray, dtype) -> None:
             f"{path} must fit into {dtype}, {bounds.min} to {bounds.max}, to be cast, got"
             f" values from {low} to {high}. Restore it as {values.dtype}"
         )
+
+
+def _read_error(path: Path, leaves: list[str], why: str) -> OSError:
+    leaf = f" ({leaves[0]})" if leaves else ""
+    return OSError(
+        f"the arrays in {path}{leaf} must be as they were written, but cannot be read:"
+        f" {why}. Restore another checkpoint"
+    )
 
 
 def _write_error(path: Path, error: Exception) -> OSError:

@@ -53,7 +53,10 @@ def stored_name(path: str) -> str:
 def first_line(error: BaseException) -> str:
     """The kind of an error and the start of what it says."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}".rstrip(".: ")
+    line = lines[0] if lines else ""
+    if len(line) > 500:
+        line = f"{line[:200]} ... {line[-300:]}"  # TensorStore ends with the cause
+    return f"{type(error).__name__}: {line}".rstrip(".: ")
 
 
 class Quiet(logging.Filter):

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
-import psutil
 import pytest
 from flax import nnx
 
@@ -54,8 +53,12 @@ def numbers(x):
     return np.asarray(x)
 
 
-def assert_same(new, old):
-    """Equal bit for bit, of the same types, in the same places."""
+def assert_same(new, old, exact=True):
+    """Equal bit for bit, of the same types, in the same places.
+
+    Args:
+      exact: also whether JAX may move them.
+    """
     assert jax.tree.structure(new) == jax.tree.structure(old)
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
     for a, b in pairs:
@@ -64,6 +67,8 @@ def assert_same(new, old):
             assert a.sharding.is_equivalent_to(b.sharding, b.ndim), (a, b)
             assert a.sharding.memory_kind == b.sharding.memory_kind
             assert a.dtype == b.dtype and a.shape == b.shape
+        if isinstance(b, jax.Array):
+            assert a.committed == b.committed or not exact
         if not isinstance(b, jax.ShapeDtypeStruct):
             a, b = numbers(a), numbers(b)
             assert (a.dtype, a.shape) == (b.dtype, b.shape)
@@ -152,7 +157,7 @@ def test_every_kind_of_leaf_comes_back(writer, path, shapes_alone):
     tree = every_kind()
     described = save(writer, path, tree)
     result = restore(path, described, abstract(tree) if shapes_alone else tree)
-    assert_same(result, tree)
+    assert_same(result, tree, exact=not shapes_alone)
     assert len(set(buffers(result))) == len(buffers(result))
     assert not set(buffers(result)) & set(buffers(tree))
     result["numpy"]["f64"][:] = 0  # can be written to
@@ -350,11 +355,12 @@ def test_optax_states_keep_their_types(writer, path, name):
         "b": jnp.ones(3),
     }
     grads = jax.tree.map(lambda p: p * 0.5, params)
-    _, state = tx.update(grads, tx.init(params), params)
+    fresh = tx.init(params)
+    _, state = tx.update(grads, fresh, params)
     described = save(writer, path, state)
-    target = tx.init(params)
-    result = restore(path, described, target)
-    assert_same(result, abstract(target))
+    result = restore(path, described, fresh)
+    assert jax.tree.structure(result) == jax.tree.structure(state)
+    assert_same(abstract(result), abstract(fresh))
     for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(state), strict=True):
         assert numbers(a).tobytes() == numbers(b).tobytes()
     one, _ = tx.update(grads, result, params)
@@ -379,12 +385,12 @@ def test_large_arrays_in_chunks_and_batches(writer, path, monkeypatch):
 
 def test_a_restored_state_can_be_donated(writer, path):
     shape = jnp.zeros((64, 64))
-    tree = {"a": sharded(shape + 1), "b": sharded(shape + 1), "c": jax.random.key(0)}
+    tree = {"a": sharded(shape + 1), "b": sharded(shape + 1)}
+    tree["c"] = sharded(jax.random.key(0))
     described = save(writer, path, tree)
     state = restore(path, described, abstract(tree))
     before = buffers(state["a"])
 
-    @jax.jit
     def double(state):
         return {"a": state["a"] * 2, "b": state["b"] * 3, "c": state["c"]}
 
@@ -402,7 +408,9 @@ def test_donation_after_save_changes_nothing_stored(writer, path, memory):
     values = np.arange(8 << 14, dtype=np.float32).reshape(8, -1)
     state = {
         "w": sharded(values, "8x1", "data", memory=memory),
-        "key": jax.random.key(1),
+        "key": jax.device_put(
+            jax.random.key(1), jax.NamedSharding(sj.make_mesh("8x1"), jax.P())
+        ),
     }
     sharding = {"w": state["w"].sharding, "key": state["key"].sharding}
 
@@ -417,7 +425,7 @@ def test_donation_after_save_changes_nothing_stored(writer, path, memory):
     for _ in range(10):
         state = step(state)
     writer.wait()
-    assert float(state["w"][0, 0]) == 10
+    assert np.asarray(state["w"])[0, 0] == 10
     assert np.array_equal(restore(path, described, target)["w"], values)
 
 
@@ -440,7 +448,7 @@ def test_files_stay_as_they_are_after_wait(writer, path):
         return {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
     before = contents()
-    assert 0 < len(before) < 20
+    assert 0 < len(before) < 40  # however many arrays
     assert [p.name for p in path.parent.iterdir()] == ["arrays"]
     restore(path, described, every_kind())
     save(writer, path.with_name("other"), {"w": np.ones(3)})
@@ -524,7 +532,7 @@ def test_nothing_is_logged_and_the_users_log_is_left_alone(writer, path, caplog,
 def test_importing_shardjax_imports_no_orbax():
     run_python(
         "import sys, shardjax, shardjax.checkpoint.arrays\n"
-        "assert not {'orbax', 'tensorstore', 'absl.logging.x'} & set(sys.modules)"
+        "assert not {'orbax', 'tensorstore'} & set(sys.modules)"
     )
 
 
@@ -573,7 +581,7 @@ def test_targets_that_cannot_be_filled(writer, path):
     described = save(
         writer, path, {"a": np.ones(2), "b": jnp.ones(2), "c": jnp.ones(2)}
     )
-    everywhere = jax.ones = jnp.ones(2).sharding
+    everywhere = jnp.ones(2).sharding
     target = {
         "a": jax.ShapeDtypeStruct((2,), np.float64, sharding=everywhere),
         "b": jax.ShapeDtypeStruct((2,), jnp.float32),
@@ -582,7 +590,7 @@ def test_targets_that_cannot_be_filled(writer, path):
     with pytest.raises(ValueError) as error:
         restore(path, described, target, ignore=["c"])
     assert str(error.value).splitlines()[1:4] == [
-        "  - a: float64[2] in the target, which JAX makes float32 of."
+        "  - a: float64 in the target, which JAX makes float32 of."
         ' Set jax.config.update("jax_enable_x64", True)',
         "  - b: the target does not say where it is to lie. Give its ShapeDtypeStruct a"
         " `sharding`",
@@ -715,7 +723,7 @@ def test_damage_is_one_error_with_the_folder(writer, path, fault):
 def test_a_described_leaf_that_is_not_there(writer, path):
     described = save(writer, path, {"a": jnp.ones(2)})
     described["b"] = described["a"]
-    with pytest.raises(OSError, match="cannot be read"):
+    with pytest.raises(OSError, match=r"\(b\) must be .*: the files do not hold it"):
         restore(path, described, {"a": jnp.ones(2), "b": jnp.ones(2)})
 
 
@@ -723,13 +731,15 @@ def test_a_described_leaf_that_is_not_there(writer, path):
 def test_many_saves_keep_no_memory(path):
     tree = {f"w{i}": sharded(np.ones((1024, 512), np.float32), "8x1") for i in range(4)}
     tree["n"] = np.ones((1024, 512))
-    described, process, sizes = describe(tree), psutil.Process(), []
+    described, process, sizes = describe(tree), Path("/proc/self/statm"), []
     with ArrayWriter() as writer:
         for i in range(30):
             writer.save(path / str(i), tree)
             writer.wait()
             result = restore(path / str(i), described, tree)
             del result
-            sizes.append(process.memory_info().rss / 1e6)
+            sizes.append(
+                int(process.read_text().split()[1]) * resource.getpagesize() / 1e6
+            )
     # 30 of one that stays would be 2000 MB
     assert sizes[-1] - sizes[9] < 100, sizes
