@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +23,22 @@ from flax import nnx
 
 import shardjax as sj
 from experiments import config as configs
+from experiments.checkpoints import (
+    CheckpointConfig,
+    Checkpoints,
+    check_resume,
+    resumes,
+)
 from experiments.data import DataConfig, Opened, open_data
 from experiments.optimizers import ROW_OPTIMIZERS as ROW_OPTIMIZERS, OptimConfig
-from experiments.output import claim, finite, open_writers, trace_window, write_result
+from experiments.output import (
+    as_floats,
+    claim,
+    finite,
+    open_writers,
+    trace_window,
+    write_result,
+)
 from experiments.storage import AdmitConfig, EvictConfig, StorageConfig
 from experiments.tiers import tier_rates, tier_sizes
 from shardjax import embed, metrics, models, plots, train, writers, zero
@@ -90,6 +104,10 @@ class Config:
     """Host threads that look up keys."""
     log_every: int = 50
     """Steps between lines in metrics.jsonl."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: str = "auto"
+    """What to go on from in --checkpoint.dir: auto (the newest, if there is one), none, or the
+    number of a step."""
     profile: tuple[Literal["steps"], str] | None = None
     """Trace these steps into OUT/trace for TensorBoard or Perfetto: --profile steps 10:15."""
     out: Path | None = None
@@ -108,6 +126,7 @@ class Config:
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"`steps` must be positive, got {self.steps}")
         trace_window(self.profile, self.out)
+        check_resume(self.resume, self.checkpoint)
 
 
 def main(config: Config) -> dict[str, Any]:
@@ -121,7 +140,7 @@ def main(config: Config) -> dict[str, Any]:
     """
     started = time.perf_counter()
     if config.out is not None:
-        claim(config.out)
+        claim(config.out, resumes(config))
     sj.ensure_devices(config.mesh)
     mesh = sj.make_mesh(config.mesh)
     data = open_data(config.data, config.seed)
@@ -167,10 +186,19 @@ def main(config: Config) -> dict[str, Any]:
         "zero": config.zero,
         "rows": data.train_rows,
     }
-    with open_writers(config.out, config) as writer:
-        run = Run(config, collection, state, step, pace, loader, writer, steps)
-        result |= run.loop()
+    checkpoints = Checkpoints(config, steps, collection=collection, loader=loader)
+    with (
+        closing(collection),
+        checkpoints,
+        open_writers(config.out, config, resumes(config)) as writer,
+    ):
+        run = Run(
+            config, collection, state, step, pace, loader, writer, steps, checkpoints
+        )
+        with checkpoints.catch_sigterm():
+            result |= run.loop()
         state = run.state
+        checkpoints.end(state)
         evaluator = train.make_eval_step(network, collection)
         result |= evaluate(config, data, collection, state, evaluator, users)
         values = {k: v for k, v in finite(result).items() if "/" in k}
@@ -178,7 +206,6 @@ def main(config: Config) -> dict[str, Any]:
             result["steps"], {k: v for k, v in values.items() if v is not None}
         )
         rows = run.rows
-    collection.close()
     result = finite(result)
     result["seconds"] = round(time.perf_counter() - started, 2)
     if config.out is not None:
@@ -263,77 +290,105 @@ def train_metrics() -> dict[str, metrics.Metric]:
 class Run:
     """The training loop, and what it writes on the way: see docs/counters.md."""
 
-    def __init__(self, config, collection, state, step, pace, loader, writer, steps):
+    def __init__(
+        self, config, collection, state, step, pace, loader, writer, steps, checkpoints
+    ):
         self.config = config
         self.collection = collection
-        self.state: TrainState = state
+        self.state: TrainState
         self.step = step
         self.pace = pace
         self.loader = loader
         self.writer = writer
-        self.rows: list[dict[str, float]] = []
         self.total_steps = steps
+        self.checkpoints: Checkpoints = checkpoints
+        self.taken, self.state, extra = checkpoints.begin(state)
+        self.rows: list[dict[str, float]] = as_floats(extra.get("rows", []))
+        self.counters: dict[str, float] = extra.get("counters", {})
+        self.recent: dict[str, float] = extra.get("recent", {})  # since the last row
+        self.examples: int = extra.get("examples", 0)
+
+    def extra(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the state."""
+        return {
+            "rows": [finite(row) for row in self.rows],
+            "counters": self.counters,
+            "recent": self.recent,
+            "examples": self.examples,
+        }
 
     def loop(self) -> dict[str, Any]:
         """Trains, and returns its part of the result."""
         config = self.config
-        counters: dict[str, float] = {}
-        taken = examples = 0
-        recent: dict[str, float] = {}
-        self.started = mark = time.perf_counter()
-        wait = idle = 0.0
-        before = 0
+        first = self.taken
+        before = self.examples
+        self.started = self.mark = after_first = time.perf_counter()
+        self.wait = self.idle = 0.0
+        self.logged = self.taken
         bar = writers.ProgressBar(self.total_steps, batch_size=config.batch_size)
         with bar, trace_window(config.profile, config.out) as trace:
             for batch in self.batches():
-                trace.before(taken + 1)
+                trace.before(self.taken + 1)
                 self.state, info = self.step(self.state, batch)
-                taken += 1
-                trace.after(taken, info)
-                examples += batch.size
-                train.add_counters(counters, batch.counters)
-                train.add_counters(recent, batch.counters)
-                if taken == 1:
+                self.taken += 1
+                trace.after(self.taken, info)
+                self.examples += batch.size
+                train.add_counters(self.counters, batch.counters)
+                train.add_counters(self.recent, batch.counters)
+                if self.taken == first + 1:
                     jax.block_until_ready(info["loss"])
                     after_first = time.perf_counter()
-                if taken % config.log_every == 0 or taken == self.total_steps:
+                if self.taken % config.log_every == 0 or self.taken == self.total_steps:
                     jax.block_until_ready(info["loss"])
-                    now = time.perf_counter()
-                    row = self.read_metrics()
-                    if not math.isfinite(row["train/loss"]):
-                        raise ValueError(
-                            f"the training loss is {row['train/loss']} at step {taken}:"
-                            " lower --optim.dense-lr or --optim.rows-lr, and look at the"
-                            " dense features"
-                        )
-                    row["train/examples_per_s"] = recent["examples"] / (now - mark)
-                    row["train/step_ms"] = 1e3 * (now - mark) / (taken - before)
-                    row |= {f"planner/{k}": v for k, v in recent.items()}
-                    row |= tier_rates(recent, taken - before)
-                    row["loader/wait_s"] = self.loader.wait_seconds - wait
-                    row["device/wait_s"] = self.pace.idle_seconds - idle
-                    wait, idle = self.loader.wait_seconds, self.pace.idle_seconds
-                    self.writer.write(taken, row)
-                    self.rows.append({"step": taken, **row})
-                    bar.write(taken, row)
-                    mark, before, recent = time.perf_counter(), taken, {}
-                if taken == self.total_steps:
+                    bar.write(self.taken, self.write_row())
+                self.checkpoints.after(self.taken, self.state, self.extra)
+                if self.taken == self.total_steps:
                     break
-        if not taken:
+        if not self.taken:
             raise ValueError("there are no training rows: see --data.path")
         ended = time.perf_counter()
-        steady = max(examples - min(config.batch_size, examples), 1)
+        steady = self.examples - before
+        steady -= min(config.batch_size, steady)  # the first step compiles
         return {
-            "steps": taken,
-            "examples": examples,
+            "steps": self.taken,
+            "examples": self.examples,
             "examples_per_s": round(steady / max(ended - after_first, 1e-9)),
             "train_seconds": round(ended - self.started, 2),
-            **{f"planner/{k}": v for k, v in counters.items()},
-            **tier_rates(counters, taken),
+            **{f"planner/{k}": v for k, v in self.counters.items()},
+            **tier_rates(self.counters, self.taken),
             "loader/wait_s": round(self.loader.wait_seconds, 3),
             "device/wait_s": round(self.pace.idle_seconds, 3),
+            **self.checkpoints.figures(),
             **self.sizes(),
         }
+
+    def write_row(self) -> dict[str, float]:
+        """Writes what training was like since the last time.
+
+        Raises:
+          ValueError: for a loss that is not finite.
+        """
+        now = time.perf_counter()
+        row = self.read_metrics()
+        if not math.isfinite(row["train/loss"]):
+            raise ValueError(
+                f"the training loss is {row['train/loss']} at step {self.taken}:"
+                " lower --optim.dense-lr or --optim.rows-lr, and look at the"
+                " dense features"
+            )
+        steps = max(self.taken - self.logged, 1)
+        row["train/examples_per_s"] = self.recent["examples"] / (now - self.mark)
+        row["train/step_ms"] = 1e3 * (now - self.mark) / steps
+        row |= {f"planner/{k}": v for k, v in self.recent.items()}
+        row |= tier_rates(self.recent, steps)
+        row["loader/wait_s"] = self.loader.wait_seconds - self.wait
+        row["device/wait_s"] = self.pace.idle_seconds - self.idle
+        row |= self.checkpoints.figures()
+        self.wait, self.idle = self.loader.wait_seconds, self.pace.idle_seconds
+        self.writer.write(self.taken, row)
+        self.rows.append({"step": self.taken, **row})
+        self.mark, self.logged, self.recent = time.perf_counter(), self.taken, {}
+        return row
 
     def sizes(self) -> dict[str, int]:
         """How many keys have a row and, where there is a storage, what each tier holds."""
@@ -346,7 +401,7 @@ class Run:
 
     def batches(self) -> Iterator[train.PreparedBatch]:
         """The batches of all epochs."""
-        for _ in range(self.config.epochs):
+        while self.loader.epoch < self.config.epochs and self.taken < self.total_steps:
             yield from self.loader
 
     def read_metrics(self) -> dict[str, float]:

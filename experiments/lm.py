@@ -31,7 +31,14 @@ from jax.sharding import Mesh
 
 import shardjax as sj
 from experiments import config as configs
+from experiments.checkpoints import (
+    CheckpointConfig,
+    Checkpoints,
+    check_resume,
+    resumes,
+)
 from experiments.output import (
+    as_floats,
     claim,
     finite,
     open_writers,
@@ -100,6 +107,10 @@ class Config:
     """Of the first parameters and of the order of the text."""
     log_every: int = 50
     """Steps between lines in metrics.jsonl."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: str = "auto"
+    """What to go on from in --checkpoint.dir: auto (the newest, if there is one), none, or the
+    number of a step."""
     profile: tuple[Literal["steps"], str] | None = None
     """Trace these steps into OUT/trace for TensorBoard or Perfetto: --profile steps 10:15."""
     out: Path | None = None
@@ -119,6 +130,7 @@ class Config:
             raise ValueError(f"`zero` must be one of {zero.STAGES}, got {self.zero}")
         Remat.parse(self.remat)
         trace_window(self.profile, self.out)
+        check_resume(self.resume, self.checkpoint)
         parts = shape.data * self.microbatches
         if self.batch_size % parts:
             raise ValueError(
@@ -144,14 +156,20 @@ def main(config: Config) -> dict[str, Any]:
     """
     started = time.perf_counter()
     if config.out is not None:
-        claim(config.out)
+        claim(config.out, resumes(config))
     sj.ensure_devices(config.mesh)
     text = open_text(config.data)
     log.info("%s", text)
     run = Run(config, text)
     log.info("%s", zero.explain(run.plan, config.microbatches))
-    with open_writers(config.out, config) as writer:
-        result = run.train(writer)
+    checkpoints = Checkpoints(config, config.steps)
+    with (
+        checkpoints,
+        open_writers(config.out, config, resumes(config)) as writer,
+    ):
+        with checkpoints.catch_sigterm():
+            result = run.train(writer, checkpoints)
+        checkpoints.end(run.state)
         found = run.evaluate()
         writer.write(config.steps, found)
         run.rows.append({"step": config.steps, **found})
@@ -261,16 +279,24 @@ class Run:
         self._batch = jax.NamedSharding(self.mesh, jax.P(sj.DATA_AXIS))
         self.state = program.init()
 
-    def train(self, writer: writers.Writer) -> dict[str, Any]:
+    def train(self, writer: writers.Writer, checkpoints: Checkpoints) -> dict[str, Any]:
         """Trains, and returns its part of the result."""
         config = self.config
         tokens = config.batch_size * config.seq_len
-        losses = []
         started = mark = first = time.perf_counter()
+        begun, self.state, extra = checkpoints.begin(self.state)
+        self.rows = as_floats(extra.get("rows", []))
+        losses = list(extra.get("losses", []))  # since the last row
+        logged = begun - len(losses)
         pace = Pace()
+
+        def kept() -> dict[str, Any]:
+            now = [float(x) for x in jax.device_get(losses)]
+            return {"rows": [finite(row) for row in self.rows], "losses": now}
+
         bar = writers.ProgressBar(config.steps, batch_size=config.batch_size)
         with bar, trace_window(config.profile, config.out) as trace:
-            for taken in range(1, config.steps + 1):
+            for taken in range(begun + 1, config.steps + 1):
                 batch = training_batch(
                     self.text.train,
                     seed=config.seed,
@@ -285,26 +311,30 @@ class Run:
                 pace.add(info["loss"])
                 trace.after(taken, info)
                 losses.append(info["loss"])
-                if taken == 1:
+                if taken == begun + 1:
                     jax.block_until_ready(info)
                     first = time.perf_counter()
                 if taken % config.log_every == 0 or taken == config.steps:
                     row = self._row(taken, losses, info)
                     now = time.perf_counter()
-                    row["train/step_ms"] = 1e3 * (now - mark) / len(losses)
-                    row["train/tokens_per_s"] = tokens * len(losses) / (now - mark)
+                    here = taken - max(logged, begun)  # steps of this process
+                    row["train/step_ms"] = 1e3 * (now - mark) / here
+                    row["train/tokens_per_s"] = tokens * here / (now - mark)
+                    row |= checkpoints.figures()
                     writer.write(taken, row)
                     bar.write(taken, row)
                     self.rows.append({"step": taken, **row})
-                    mark, losses = now, []
+                    mark, losses, logged = now, [], taken
+                checkpoints.after(taken, self.state, kept)
         ended = time.perf_counter()
-        steady = max(config.steps - 1, 1) * tokens / max(ended - first, 1e-9)
+        steady = max(config.steps - begun - 1, 0) * tokens / max(ended - first, 1e-9)
         return {
             "steps": config.steps,
             "tokens": config.steps * tokens,
             "train/loss": self.rows[-1]["train/loss"],
             "tokens_per_s": round(steady),
             "train_seconds": round(ended - started, 2),
+            **checkpoints.figures(),
         }
 
     def _row(self, taken: int, losses: list, info: dict) -> dict[str, float]:

@@ -10,26 +10,32 @@ from experiments import config as configs
 from shardjax import plots, profiling, writers
 
 
-def claim(out: Path) -> None:
-    """Makes the folder of a run's files, or refuses one that has a run in it."""
+def claim(out: Path, resumes: bool = False) -> None:
+    """Makes the folder of a run's files, or refuses one that has a run in it, unless that
+    is the one that goes on."""
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"`out` must be a folder, and {str(out)!r} is a file")
-    if (out / "config.json").exists():
+    if (out / "config.json").exists() and not resumes:
         raise FileExistsError(
             f"`out` {str(out)!r} has a run in it already. Give another folder, or remove it"
         )
     out.mkdir(parents=True, exist_ok=True)
 
 
-def open_writers(out: Path | None, config: Any) -> writers.MultiWriter:
-    """Writers of the run's metrics; without a folder they write nothing."""
+def open_writers(
+    out: Path | None, config: Any, resumes: bool = False
+) -> writers.MultiWriter:
+    """Writers of the run's metrics, after those of the run that goes on; without a folder
+    they write nothing."""
     if out is None:
         return writers.MultiWriter([])
     resolved = json.dumps(configs.to_dict(config), indent=2, default=str)
     (out / "config.json").write_text(resolved + "\n")
     return writers.MultiWriter(
         [
-            writers.JsonlWriter(out / "metrics.jsonl", mode="create"),
+            writers.JsonlWriter(
+                out / "metrics.jsonl", mode="append" if resumes else "create"
+            ),
             writers.TensorBoardWriter(out),
         ]
     )
@@ -70,3 +76,8 @@ def finite(values: dict[str, Any]) -> dict[str, Any]:
         k: None if isinstance(v, float) and not math.isfinite(v) else v
         for k, v in values.items()
     }
+
+
+def as_floats(rows: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """Rows of values that `finite` was made of."""
+    return [{k: math.nan if v is None else v for k, v in row.items()} for row in rows]

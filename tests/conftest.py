@@ -34,10 +34,11 @@ hypothesis.settings.load_profile("suite")
 def pytest_addoption(parser):
     """What a run can ask for that the usual one leaves out."""
     parser.addoption(
-        "--all-lengths",
+        "--all-combinations",
         action="store_true",
-        help="tests/embed/test_tiers_at_length.py: every mesh with every optimizer and"
-        " look-ahead, not half of them",
+        help="every mesh with every optimizer and so on where a usual run has a part of"
+        " them that has each pair (test_tiers_at_length, zero/test_step), and 30 kills in"
+        " checkpoint/test_crashes",
     )
 
 

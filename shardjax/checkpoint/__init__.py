@@ -1,5 +1,7 @@
 """Checkpoints of a run.
 
+    Checkpointer             saves a run while it goes on, and restores it anywhere
+    SavePolicy               decides when to save
     StepFolder               the folder of the checkpoints of a run, a directory per step
     Manifest                 what is known of a step
     CorruptCheckpointError   a step is not what was written
@@ -7,6 +9,15 @@
 On the command line: ``python -m shardjax.checkpoint inspect|verify|prune DIR``.
 """
 
+from shardjax.checkpoint.checkpointer import (
+    PREEMPTED as PREEMPTED,
+    Checkpointer as Checkpointer,
+    Restored as Restored,
+)
+from shardjax.checkpoint.interval import (
+    SavePolicy as SavePolicy,
+    parse_interval as parse_interval,
+)
 from shardjax.checkpoint.manifest import (
     CorruptCheckpointError as CorruptCheckpointError,
     Manifest as Manifest,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
 _CHUNK_BYTES = 16 << 20
 # Files are synced to the medium once, when the step is committed.
@@ -20,6 +19,8 @@ _CONTEXT = {"file_io_sync": False, "cache_pool": {"total_bytes_limit": 0}}
 
 
 def _open(path: Path, create: Mapping[str, Any] | None = None) -> Any:
+    import tensorstore as ts
+
     spec: dict[str, Any] = {
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": f"{path}/"},
@@ -129,7 +130,11 @@ class RowWriter:
         array.write(records)
 
     def write_counts(self, counts: Mapping[str, Mapping[str, np.ndarray]]) -> list:
-        """Writes what has been counted of keys without a row; returns names for `read_counts`."""
+        """Writes what has been counted of keys without a row, by table.
+
+        Returns:
+          Names for `read_counts`, as JSON has them.
+        """
         names = []
         for number, (table, arrays) in enumerate(counts.items()):
             for name, x in arrays.items():

@@ -553,7 +553,7 @@ def test_all_that_does_not_fit_is_listed(writer, path):
         },
         "opt_state": [3.0, jax.random.key(0, impl="rbg")],
     }
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="they differ") as error:
         restore(path, described, target)
     lines = [
         f"the target must have the leaves of the checkpoint {path}, but they differ:",
@@ -572,7 +572,7 @@ def test_all_that_does_not_fit_is_listed(writer, path):
         " of floats and integers of integers)",
     ]
     assert str(error.value).splitlines() == lines
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="they differ") as error:
         restore(path, described, target, cast=True)
     assert "params/b" not in str(error.value) and "opt_state/0" in str(error.value)
 
@@ -587,7 +587,7 @@ def test_targets_that_cannot_be_filled(writer, path):
         "b": jax.ShapeDtypeStruct((2,), jnp.float32),
         "c": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=everywhere),
     }
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="in the target") as error:
         restore(path, described, target, ignore=["c"])
     assert str(error.value).splitlines()[1:4] == [
         "  - a: float64 in the target, which JAX makes float32 of."

@@ -5,7 +5,7 @@ delays in every tier, segments merged all the time, and evaluation in between.
 
 A usual run has half of the combinations of mesh, optimizer and look-ahead. All 36:
 
-    python -m pytest tests/embed/test_tiers_at_length.py --all-lengths
+    python -m pytest tests/embed/test_tiers_at_length.py --all-combinations
 """
 
 import functools
@@ -91,10 +91,12 @@ def cases(everything: bool) -> list[tuple[str, str, int]]:
 
 
 def pytest_generate_tests(metafunc):
-    """Gives the long runs their combinations, all if `--all-lengths` asks for them."""
+    """Gives the long runs their combinations, all if `--all-combinations` asks for them."""
     names = ("mesh", "optimizer", "lookahead")
     if set(names) <= set(metafunc.fixturenames):
-        metafunc.parametrize(names, cases(metafunc.config.getoption("--all-lengths")))
+        metafunc.parametrize(
+            names, cases(metafunc.config.getoption("--all-combinations"))
+        )
 
 
 def test_half_of_the_combinations_have_each_look_ahead_with_each_mesh_and_optimizer():

@@ -39,25 +39,34 @@ def reference(optimizer: str):
     return jax.device_get(state.params), infos
 
 
+MESHES = ("8x1", "4x2")
+
+
 def every_pair():
     """Optimizers, meshes, microbatches and stages: each value with each other at least
     once, in 16 of the 64 combinations."""
     for s, stage in enumerate(zero.STAGES):
         for o, optimizer in enumerate(OPTIMIZERS):
-            mesh = ("8x1", "4x2")[(s + o) % 2]
+            mesh = MESHES[(s + o) % 2]
             yield optimizer, mesh, (1, 4)[(s // 2 + o // 2 + s) % 2], stage
 
 
 def test_pairs_are_complete():
-    values = [OPTIMIZERS, ("8x1", "4x2"), (1, 4), zero.STAGES]
+    values = [OPTIMIZERS, MESHES, (1, 4), zero.STAGES]
     for i, j in itertools.combinations(range(4), 2):
         found = {(case[i], case[j]) for case in every_pair()}
         assert found == set(itertools.product(values[i], values[j]))
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "mesh", "microbatches", "stage"), list(every_pair())
-)
+def pytest_generate_tests(metafunc):
+    """Gives the stages their combinations, all if `--all-combinations` asks for them."""
+    names = ("optimizer", "mesh", "microbatches", "stage")
+    if metafunc.function is test_stages_equal_one_device:
+        everything = itertools.product(OPTIMIZERS, MESHES, (1, 4), zero.STAGES)
+        wanted = metafunc.config.getoption("--all-combinations")
+        metafunc.parametrize(names, list(everything if wanted else every_pair()))
+
+
 def test_stages_equal_one_device(optimizer, mesh, microbatches, stage):
     tx = OPTIMIZERS[optimizer]
     plan = plan_small(mesh, stage, tx, RULES if mesh == "4x2" else ())

@@ -1,0 +1,484 @@
+"""Checkpoints of a run: saved while it goes on, restored on any mesh.
+
+A step directory has `arrays` (parameters, optimizer state and all else that is an array,
+by Orbax), `tables` (the rows of embedding tables, by key) and the manifest, with what is
+neither: the loader's position, the configuration, and what the arrays are.
+"""
+
+import copy
+import importlib.metadata
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, Protocol
+
+from shardjax.checkpoint.arrays import ArrayWriter, describe, restore
+from shardjax.checkpoint.content import arrays_of, metrics_of, shared_of, target_of
+from shardjax.checkpoint.interval import SavePolicy
+from shardjax.checkpoint.manifest import Manifest, check_details
+from shardjax.checkpoint.rows import RowWriter, read_counts, read_records
+from shardjax.checkpoint.steps import StepFolder
+from shardjax.embed import EmbeddingCollection
+
+_log = logging.getLogger(__name__)
+PREEMPTED = 75  # the exit code of a run that saved and ended as it was asked to
+_AHEAD = 64  # batches that may be planned between two steps
+_PACKAGES = ("shardjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+class Position(Protocol):
+    """Something with a position that can be gone back to, such as a Loader."""
+
+    def get_state(self) -> dict[str, Any]: ...
+
+    def set_state(self, state: Mapping[str, object]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that a run goes on from.
+
+    Attributes:
+      step: its number.
+      state: the training state.
+      extra: what `save` was given.
+    """
+
+    step: int
+    state: Any
+    extra: dict[str, Any]
+
+
+class Checkpointer:
+    """Saves a run's state into a folder, a directory per step, and restores it.
+
+    Training stands still only while the arrays are copied; rows of embedding tables are
+    read a part at each step, and everything is written in the background. One save is
+    in flight at a time. A step is there once it is whole: see `StepFolder`.
+
+    Args:
+      directory: of this run; made if it is not there.
+      interval: when `maybe_save` saves, as of `parse_interval`: "auto", a number of steps,
+        a time such as "10m", or "none".
+      keep: how many of the newest steps stay; None for all.
+      collection: the embedding tables of the state, if it has some.
+      loader: whose position goes with the state: training data are read on from there.
+      config: of the run, to be kept with each step; a dict for JSON.
+      last: the last step of the run: `maybe_save` saves it whatever the interval.
+      max_overhead, mtbf: as of `SavePolicy`.
+
+    Raises:
+      OSError: if the folder cannot be written to, or another process writes in it.
+      ValueError, TypeError: for an interval or number that is none.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp
+      >>> state = {"w": jnp.arange(3.0)}
+      >>> with tempfile.TemporaryDirectory() as path, Checkpointer(path) as checkpointer:
+      ...     checkpointer.save(5, state)
+      ...     checkpointer.wait()
+      ...     found = checkpointer.restore(state)
+      >>> found.step, found.state
+      (5, {'w': Array([0., 1., 2.], dtype=float32)})
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        interval: Any = "none",
+        keep: int | None = 3,
+        collection: EmbeddingCollection | None = None,
+        loader: Position | None = None,
+        config: dict[str, Any] | None = None,
+        last: int | None = None,
+        max_overhead: float = 0.035,
+        mtbf: float | None = None,
+    ):
+        if keep is not None and (isinstance(keep, bool) or keep < 1):
+            raise ValueError(
+                f"`keep` must be at least 1, or None for all, got {keep!r}"
+            )
+        self.keep = keep
+        self._collection, self._loader, self._config = collection, loader, config
+        ahead = 1 if collection is None else _AHEAD
+        self._policy = SavePolicy(
+            interval, max_overhead=max_overhead, mtbf=mtbf, ahead=ahead
+        )
+        self._folder = StepFolder(directory, write=True)
+        self._arrays = ArrayWriter()
+        self._save: _Save | None = None
+        self._last = last
+        self._due: int | None = None  # step of the next save, announced
+        self._announced = False  # what is known from the start
+        self._stepped_at: float | None = None
+        self._recent: list[float] = []  # seconds of steps without a save
+        self._stop = threading.Event()  # somebody wants the run to end
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self._folder.path
+
+    @property
+    def policy(self) -> SavePolicy:
+        """What decides when to save; see `SavePolicy.figures`."""
+        return self._policy
+
+    def steps(self) -> list[int]:
+        """The steps that can be restored, ascending; one in flight is not among them."""
+        return self._folder.steps()
+
+    def inspect(self, step: int) -> Manifest:
+        """What is known of a step; its files are not read."""
+        return self._folder.read(step)
+
+    def verify(self, step: int) -> None:
+        """Reads all files of a step.
+
+        Raises:
+          CorruptCheckpointError: if one is not what was written.
+        """
+        self._folder.verify(step)
+
+    def save(self, step: int, state: Any, extra: dict[str, Any] | None = None) -> None:
+        """Starts to save a state; it may be given to the next training step afterwards.
+
+        Waits for the save before. The rows of embedding tables are read while training
+        goes on; after the last step call `wait(state)`, which reads the rest.
+
+        Args:
+          step: its number, such as steps taken.
+          state: after that step.
+          extra: what else is to be kept, a dict for JSON.
+
+        Raises:
+          FileExistsError: if there is such a step.
+          RuntimeError: for tables in a storage or with policies that remember, if batches
+            after this step have been planned and nobody has announced the save; see
+            `maybe_save`.
+          OSError: if the save before failed. Steps before are as they were.
+        """
+        self.wait(state)
+        self._begin(step, state, extra)
+
+    def _begin(self, step: int, state: Any, extra: dict[str, Any] | None) -> None:
+        started = time.monotonic()
+        extra = {} if extra is None else extra
+        check_details(step, extra)
+        folder = self._folder.begin(step)
+        save = _Save(step, folder, started)
+        try:
+            details: dict[str, Any] = {
+                "loader": None if self._loader is None else self._loader.get_state(),
+                "config": self._config,
+                "extra": copy.deepcopy(extra),  # it may change while it is written
+                "versions": _versions(),
+                "tables": None,
+            }
+            if self._collection is not None:
+                tables = self._collection.snapshots.take(state.tables)
+                save.snapshot, details["tables"] = tables
+            parts = arrays_of(state, self._collection)
+            details["arrays"] = describe(parts)
+            self._arrays.save(folder / "arrays", parts)
+        except BaseException:
+            save.close()
+            self._folder.discard(step)
+            raise
+        self._save = save
+        save.thread = threading.Thread(
+            target=self._write, args=(save, details), name="checkpoint", daemon=True
+        )
+        save.thread.start()
+        save.state = state
+        self._policy.saved(step, time.monotonic() - started)
+        self._stepped_at = None
+
+    def _write(self, save: "_Save", details: dict[str, Any]) -> None:
+        """Writes all else and commits the step; in a thread."""
+        try:
+            known = {}
+            if save.snapshot is not None:
+                rows = RowWriter(save.folder / "tables", details["tables"]["groups"])
+                for group, records in save.snapshot.records():
+                    rows.write(group, records)
+                details["counts"] = rows.write_counts(save.snapshot.outline.counts)
+                known = {f"tables/{k}": v for k, v in rows.finish().items()}
+                save.close()
+            self._arrays.wait()
+            self._folder.commit(save.step, details, known)
+            if self.keep is not None:
+                self._folder.prune(self.keep)
+        except BaseException as error:
+            save.error = error
+        finally:
+            save.close()
+            save.ended = time.monotonic()
+
+    def maybe_save(
+        self,
+        step: int,
+        state: Any,
+        extra: dict[str, Any] | Callable[[], dict[str, Any]] | None = None,
+    ) -> bool:
+        """Saves if it is time to. Call it after every step, and with 0 (or the step that
+        the run was restored at) before the first.
+
+        So it can announce saves before batches are planned that come after them.
+
+        Args:
+          step: steps taken, one more than the last time.
+          state: after them.
+          extra: as of `save`, or a function that makes it, called for a save alone.
+
+        Returns:
+          Whether a save was begun.
+
+        Raises:
+          OSError: if a save has failed; once. Training can go on: the next save is tried.
+        """
+        now = time.monotonic()
+        if self._stepped_at is not None:
+            seconds = now - self._stepped_at
+            self._policy.stepped(step, seconds)
+            if self._save is None:
+                self._recent = [*self._recent[-31:], seconds]
+            else:
+                self._save.seconds.append(seconds)
+        if self._save is not None:
+            self._save.state = state
+            if self._save.ended is not None:
+                self._end()
+        due = step in (self._due, self._last)
+        begun = due and step not in self._folder.steps()
+        if begun:
+            self.save(step, state, extra() if callable(extra) else extra)
+        if due and self._stop.is_set():
+            self.wait(state)
+            _log.warning(
+                "saved step %d, and now the run ends as SIGTERM asks for", step
+            )
+            raise SystemExit(PREEMPTED)
+        if due or self._due is None or self._stop.is_set():
+            self._announce(step)
+        self._stepped_at = time.monotonic()
+        return begun
+
+    def _announce(self, step: int) -> None:
+        """Asks the policy for the next save, and says so to those who plan ahead."""
+        snapshots = None if self._collection is None else self._collection.snapshots
+        interval = self._policy.interval
+        every = int(interval.every) if interval.kind == "steps" else None
+        if snapshots is not None and not self._announced:
+            # for good, before anything is planned: so none of them is missed
+            if every is not None:
+                snapshots.announce(every - step % every, every)
+            if self._last is not None and self._last > step:
+                snapshots.announce(self._last - step)
+            self._announced = True
+        if self._stop.is_set():
+            soon = 1 if snapshots is None else snapshots.announce(1)
+            self._due = min(step + soon, self._due or step + soon)
+            return
+        ahead = 0 if snapshots is None or every is not None else snapshots.ahead
+        self._due = self._policy.next_step(step + ahead)
+        if every is not None:
+            self._due = (step // every + 1) * every
+        elif snapshots is not None and self._due is not None:
+            self._due = step + snapshots.announce(self._due - step)
+
+    @contextmanager
+    def catch_sigterm(self) -> Iterator[None]:
+        """A context, in the main thread, in which SIGTERM does not end the process at once:
+        `maybe_save` saves as soon as it can, and then ends it with exit code 75.
+
+        Schedulers send SIGTERM some seconds before they take a machine away. 75 is
+        EX_TEMPFAIL of sysexits.h: the same command again goes on.
+        """
+        before = signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def wait(self, state: Any = None) -> None:
+        """Waits for the save in flight, if there is one.
+
+        Args:
+          state: the present one, if steps have been taken since `save`: what of the
+            rows has not been read is read now.
+
+        Raises:
+          OSError: if the save failed.
+          ValueError: without the state, if rows are left that can only be read from it.
+        """
+        save = self._save
+        if save is None:
+            return
+        if save.snapshot is not None and save.snapshot.left and save.ended is None:
+            held = save.state if state is None else state
+            if _is_gone(held):
+                raise ValueError(
+                    f"{save.snapshot.left} rows of the save of step {save.step} have not"
+                    " been read, and training has gone on since: call `wait(state)` with"
+                    " the present state"
+                )
+            save.snapshot.complete(held.tables)
+        assert save.thread is not None
+        save.thread.join()
+        self._end()
+
+    def _end(self) -> None:
+        """Takes note of a save that has ended."""
+        save, self._save = self._save, None
+        assert save is not None and save.ended is not None and save.thread is not None
+        save.thread.join()
+        if save.error is None:
+            slowed = None
+            if self._recent and save.seconds:
+                usual = median(self._recent)
+                slowed = max(sum(save.seconds) - usual * len(save.seconds), 0.0)
+            self._policy.written(save.step, save.ended - save.started, slowed)
+            return
+        self._policy.failed(save.step)
+        self._folder.discard(save.step)
+        raise save.error
+
+    def restore(
+        self,
+        target: Any,
+        step: int | None = None,
+        *,
+        ignore: Sequence[str] = (),
+        cast: bool = False,
+        on_corrupt: Literal["error", "fallback"] = "error",
+    ) -> Restored:
+        """Reads a step into a state that is laid out like another.
+
+        The mesh, the ZeRO stage, the storage and the placement of tables may differ from
+        those it was saved with.
+
+        Args:
+          target: a new state, such as of `init_state`. Its tables are given away.
+          step: which; None for the newest.
+          ignore: patterns of what may differ, such as "opt_state/*", "tables/item" or
+            "tables/item/row_state": there the target stays as it is.
+          cast: whether floats may have another dtype, and integers where they fit.
+          on_corrupt: what to do if the newest step is not what was written: "error", or
+            "fallback" to the newest one that is. A step that is named must be good.
+
+        Raises:
+          FileNotFoundError: if there is no such step, or none at all.
+          CorruptCheckpointError: if it is not what was written.
+          ValueError: if something is missing, too much, or of another shape or dtype: all
+            of it is listed.
+        """
+        self.wait(None)
+        if step is None:
+            step = self._folder.newest_valid(on_corrupt)
+            if step is None:
+                raise FileNotFoundError(
+                    f"there is no checkpoint in {str(self.path)!r}. Train without"
+                    " restoring, or give the folder of another run"
+                )
+        else:
+            self._folder.verify(step)
+        found = self._folder.read(step)
+        details = found.details
+        tables = details["tables"]
+        collection = self._collection
+        wanted = target_of(target, collection, tables, details["arrays"], step)
+        dense = [p for p in ignore if not p.startswith("tables/") and p != "seed"]
+        parts = restore(
+            found.path / "arrays", details["arrays"], wanted, ignore=dense, cast=cast
+        )
+        if collection is not None and tables is not None:
+            slabs = collection.snapshots.restore(
+                target.tables,
+                tables,
+                read_records(found.path / "tables", tables["groups"]),
+                read_counts(found.path / "tables", details["counts"]),
+                ignore=ignore,
+                cast=cast,
+            )
+            parts["tables"] = shared_of(slabs, collection, tables, parts["tables"])
+            if "metrics" in parts and tables["devices"] != collection.devices:
+                parts["metrics"] = metrics_of(parts["metrics"], target.metrics)
+        if self._loader is not None:
+            if details["loader"] is None:
+                raise ValueError(
+                    f"step {step} in {str(self.path)!r} was saved without a loader, and"
+                    " this Checkpointer has one: training data would be read from the"
+                    " start. Restore with a Checkpointer without `loader`"
+                )
+            self._loader.set_state(details["loader"])
+        names = set(parts)
+        state = parts["state"] if names == {"state"} else target.replace(**parts)
+        return Restored(step, state, details["extra"])
+
+    def close(self, state: Any = None) -> None:
+        """Waits, ends the threads, and lets others write in the folder.
+
+        Args:
+          state: as of `wait`.
+
+        Raises:
+          OSError, ValueError: as of `wait`.
+        """
+        try:
+            self.wait(state)
+        finally:
+            save, self._save = self._save, None
+            if save is not None:  # its rows are out of reach
+                save.close()
+                if save.thread is not None:
+                    save.thread.join()
+            self._arrays.close()
+            self._folder.close()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+class _Save:
+    """A save in flight."""
+
+    def __init__(self, step: int, folder: Path, started: float):
+        self.step, self.folder, self.started = step, folder, started
+        self.snapshot: Any = None
+        self.thread: threading.Thread | None = None
+        self.state: Any = None  # the last one seen
+        self.error: BaseException | None = None
+        self.ended: float | None = None
+        self.seconds: list[float] = []  # of steps meanwhile
+
+    def close(self) -> None:
+        """Gives up the snapshot, or ends it."""
+        if self.snapshot is not None:
+            self.snapshot.close()
+
+
+def _is_gone(state: Any) -> bool:
+    """Whether a state has been given to a step."""
+    return state is None or any(slab.rows.is_deleted() for slab in state.tables)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,210 @@
+"""A run that goes on from a checkpoint ends with the bits of one that never stopped."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from shardjax.checkpoint import Checkpointer, CorruptCheckpointError
+from shardjax.embed.snapshot import Snapshot
+from tests.embed.test_snapshots import POLICIES, loader, storage_of
+from tests.embed.test_tiers import Run, assert_same, batches
+
+STEPS, EVERY = 40, 9
+
+
+def train(
+    run, made, window, folder, *, interval=EVERY, stop=None, resume=False, **more
+):
+    """Trains on all batches, or until a step; returns at which step it began."""
+    source = loader(run, made, window)
+    with Checkpointer(
+        folder, interval=interval, collection=run.collection, loader=source, **more
+    ) as checkpointer:
+        step = 0
+        if resume:
+            found = checkpointer.restore(run.state)
+            step, run.state = found.step, found.state
+            run.losses = found.extra["losses"]
+        first = step
+        checkpointer.maybe_save(step, run.state)
+        for batch in source:
+            run.take(batch)
+            step += 1
+            checkpointer.maybe_save(step, run.state, {"losses": run.losses})
+            if step == stop:
+                break
+        checkpointer.close(run.state)
+    return first
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "policy", "window"),
+    [
+        ("1x1", "disk", "evict", 3),
+        ("8x1", "disk", "count", 7),
+        ("8x1", "RAM", "show_click", 1),
+        ("1x1", "devices", "filter", 50),
+        ("4x2", "devices", "none", 4),
+    ],
+)
+def test_resuming_changes_no_bit(mesh, kind, policy, window, tmp_path):
+    made = batches(STEPS)
+    more = {"item": POLICIES[policy]}
+
+    def run(name):
+        return Run(mesh, "adam", storage_of(kind, tmp_path / name), window, **more)
+
+    whole, half = run("a"), run("b")
+    train(whole, made, window, tmp_path / "whole", interval="none")
+    train(half, made, window, tmp_path / "ckpt", stop=25)
+    half.collection.close()
+    again = run("c")
+    assert train(again, made, window, tmp_path / "ckpt", resume=True) == 18
+    assert_same(whole, again)
+    for table in ("user", "item"):
+        keys = [np.sort(x.collection.keys(table)) for x in (whole, again)]
+        np.testing.assert_array_equal(*keys)
+    with Checkpointer(tmp_path / "ckpt") as checkpointer:
+        assert checkpointer.steps() == [18, 27, 36]
+        for step in checkpointer.steps():
+            checkpointer.verify(step)
+    for x in (whole, again):
+        x.collection.close()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind"),
+    [("1x1", "devices"), ("4x2", "RAM"), ("2x4", "disk"), ("3x1", "RAM")],
+)
+def test_rows_are_restored_on_another_mesh_and_elsewhere(mesh, kind, tmp_path):
+    made = batches(STEPS)
+    whole = Run("8x1", "adam", storage_of("disk", tmp_path / "a"), 3)
+    train(whole, made, 3, tmp_path / "ckpt", interval=20)
+    again = Run(mesh, "adam", storage_of(kind, tmp_path / "b"), 5)
+    with Checkpointer(tmp_path / "ckpt", collection=again.collection) as checkpointer:
+        found = checkpointer.restore(again.state, 40)
+    again.state = found.state
+    np.testing.assert_array_equal(again.params(), whole.params())
+    for a, b in zip(whole.rows(), again.rows(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    more = batches(5, seed=3)
+    for x in (whole, again):
+        x.losses = []
+        x.train(more)
+        x.collection.close()
+    np.testing.assert_allclose(whole.losses, again.losses, rtol=1e-5)
+
+
+def test_a_save_at_any_step_of_a_loop_without_memory(tmp_path, monkeypatch):
+    made = batches(12)
+    run = Run("2x1", "adam", None, 3)
+    rows = None
+    with Checkpointer(tmp_path, collection=run.collection) as checkpointer:
+        with monkeypatch.context() as patch:  # only what is in the way is read
+            patch.setattr(Snapshot, "_sweep", lambda self, g, slab: None)
+            for n, batch in enumerate(loader(run, made, 3), 1):
+                run.take(batch)
+                if n == 5:
+                    checkpointer.save(n, run.state)
+                    rows = run.rows()
+        with pytest.raises(ValueError, match="training has gone on since"):
+            checkpointer.wait()
+        checkpointer.wait(run.state)
+        again = Run("1x1", "adam")
+    with Checkpointer(tmp_path, collection=again.collection) as checkpointer:
+        again.state = checkpointer.restore(again.state).state
+    for a, b in zip(rows, again.rows(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_save_that_nobody_announced_is_refused(tmp_path):
+    run = Run("1x1", "adam", storage_of("RAM", None), 3)
+    with Checkpointer(tmp_path, collection=run.collection) as checkpointer:
+        for n, batch in enumerate(loader(run, batches(12), 3), 1):
+            run.take(batch)
+            if n == 1:
+                with pytest.raises(
+                    RuntimeError, match="more have been planned.*Announce"
+                ):
+                    checkpointer.save(n, run.state)
+                break
+        assert checkpointer.steps() == []
+        assert not list(tmp_path.glob(".step*"))
+
+
+def test_a_failed_write_is_raised_once_and_the_next_save_is_good(tmp_path, monkeypatch):
+    state = {"w": jax.numpy.arange(4.0)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        commit = checkpointer._folder.commit
+
+        def full(*args):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(checkpointer._folder, "commit", full)
+        checkpointer.save(2, state)
+        with pytest.raises(OSError, match="No space left"):
+            checkpointer.save(3, state)
+        monkeypatch.setattr(checkpointer._folder, "commit", commit)
+        assert checkpointer.steps() == [1]
+        checkpointer.save(3, state)
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 3]
+
+
+def test_a_corrupt_step_is_an_error_or_passed_over(tmp_path):
+    state = {"w": jax.numpy.arange(4.0)}
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": state["w"] + step})
+        checkpointer.wait()
+        for file in (tmp_path / "step_2" / "arrays").rglob("*"):
+            if file.is_file() and file.stat().st_size:
+                data = bytearray(file.read_bytes())
+                data[len(data) // 2] ^= 1
+                file.write_bytes(bytes(data))
+                break
+        with pytest.raises(CorruptCheckpointError, match="step 2"):
+            checkpointer.restore(state)
+        with pytest.raises(CorruptCheckpointError, match="step 2"):
+            checkpointer.restore(state, 2)
+        found = checkpointer.restore(state, on_corrupt="fallback")
+        assert (found.step, found.state["w"][0]) == (1, 1)
+
+
+def test_messages(tmp_path):
+    state = {"w": jax.numpy.arange(4.0)}
+    with pytest.raises(ValueError, match="`keep` must be at least 1"):
+        Checkpointer(tmp_path, keep=0)
+    with Checkpointer(tmp_path / "a") as checkpointer:
+        with pytest.raises(FileNotFoundError, match="there is no checkpoint in"):
+            checkpointer.restore(state)
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        with pytest.raises(FileExistsError, match="step 1"):
+            checkpointer.save(1, state)
+        with pytest.raises(FileNotFoundError, match="no step 7"):
+            checkpointer.restore(state, 7)
+    run = Run("1x1", "adam")
+    with Checkpointer(tmp_path / "a", collection=run.collection) as checkpointer:
+        with pytest.raises(ValueError, match="has embedding tables and the"):
+            checkpointer.restore(run.state)
+    with Checkpointer(tmp_path / "b", collection=run.collection) as checkpointer:
+        checkpointer.save(1, run.state)
+        checkpointer.wait()
+    source = loader(run, batches(3), 1)
+    other = Run("1x1", "sgd", item={"capacity": 9})
+    with Checkpointer(
+        tmp_path / "b", collection=other.collection, loader=source
+    ) as checkpointer:
+        with pytest.raises(ValueError, match="optimizer state per row of table"):
+            checkpointer.restore(other.state)
+    with Checkpointer(
+        tmp_path / "b", collection=run.collection, loader=source
+    ) as checkpointer:
+        with pytest.raises(ValueError, match="saved without a loader"):
+            checkpointer.restore(run.state)
+    assert threading.active_count() < 50

@@ -1,0 +1,163 @@
+"""Programs that go on after they were stopped: the same bits as if they never had been."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tensorboardX  # noqa: F401  its import sets an environment variable
+
+from experiments import ctr, lm
+from experiments.checkpoints import Checkpoints
+from shardjax.checkpoint import PREEMPTED, StepFolder
+
+ROOT = Path(__file__).parent.parent
+CTR = {
+    "batch_size": 64,
+    "steps": 60,
+    "log_every": 20,
+    "data": {"rows": 2500, "eval_rows": 1000},
+    "optim": {"rows": "adam"},
+    "storage": {"device_rows": 1200, "host_bytes": "100KB", "lookahead": 4},
+    "admit": {"min_count": 2},
+    "evict": {"ttl": 25, "every": 10},
+}
+LM = {
+    "mesh": "2x1",
+    "size": "tiny",
+    "batch_size": 8,
+    "seq_len": 16,
+    "microbatches": 2,
+    "steps": 60,
+    "log_every": 20,
+    "eval_batch_size": 256,
+}
+TIMES = ("seconds", "_s", "_ms", "overhead", "slow", "interval", "mfu")
+
+
+class Stopped(Exception):
+    """What ends a run in the middle."""
+
+
+def stop_at(monkeypatch, last):
+    """Lets the next run end with `Stopped` after a step."""
+    after = Checkpoints.after
+
+    def until(self, step, state, extra):
+        after(self, step, state, extra)
+        if step == last:
+            monkeypatch.undo()
+            raise Stopped
+
+    monkeypatch.setattr(Checkpoints, "after", until)
+
+
+def comparable(result):
+    """What does not depend on how long things took, or where rows lie."""
+    places = ("hits", "rows", "windows", "moved", "tier", "disk", "checkpoint", "bytes")
+    return {
+        k: v
+        for k, v in result.items()
+        if not any(t in k for t in TIMES) and not any(p in k for p in places)
+    }
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "8x1"])
+@pytest.mark.parametrize("stop", [25, 53])  # in a window; in the second epoch
+def test_ctr_with_tiers_and_policies_goes_on_to_the_bit(
+    mesh, stop, tmp_path, monkeypatch
+):
+    values = CTR | {"mesh": mesh, "epochs": 2}
+
+    def config(name, **more):
+        storage = values["storage"] | {"disk": str(tmp_path / f"rows_{name}")}
+        return ctr.from_anything(values | {"storage": storage} | more)
+
+    whole = ctr.main(config("a"))
+    saving = {
+        "checkpoint": {"dir": str(tmp_path / "ckpt"), "interval": "11"},
+        "out": str(tmp_path / "out"),
+    }
+    stop_at(monkeypatch, stop)
+    with pytest.raises(Stopped):
+        ctr.main(config("b", **saving))
+    found = ctr.main(config("c", **saving))
+    assert comparable(found) == comparable(whole)
+    assert found["planner/evicted_rows"] > 0
+    folder = StepFolder(tmp_path / "ckpt", write=False)
+    assert folder.steps() == [44, 55, 60]
+    assert folder.read(60).details["config"]["steps"] == 60
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines][-2:] == [60, 60]
+    again = ctr.main(config("d", **saving))  # nothing is left to do
+    assert comparable(again)["eval/auc"] == whole["eval/auc"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_lm_goes_on_to_the_bit(stage, tmp_path, monkeypatch):
+    values = LM | {"zero": stage}
+    whole = lm.main(lm.from_anything(values))
+    saving = values | {"checkpoint": {"dir": str(tmp_path), "interval": "10"}}
+    stop_at(monkeypatch, 25)
+    with pytest.raises(Stopped):
+        lm.main(lm.from_anything(saving))
+    found = lm.main(lm.from_anything(saving))
+    assert comparable(found) == comparable(whole)
+
+
+def test_sigterm_saves_and_ends_with_its_code_and_the_same_command_goes_on(tmp_path):
+    command = [
+        sys.executable, "-m", "experiments.ctr", "--batch-size", "64", "--steps", "3000",
+        "--data.rows", "200000", "--data.eval-rows", "1000", "--log-every", "100",
+        "--checkpoint.dir", str(tmp_path), "--checkpoint.interval", "none",
+        "--storage.device-rows", "4000", "--admit.min-count", "2",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    time.sleep(1)
+    while "/step_" not in "".join(map(str, tmp_path.iterdir())):
+        # it trains once it holds the folder
+        if (tmp_path / "shardjax.lock").exists():
+            time.sleep(6)
+            os.kill(process.pid, signal.SIGTERM)
+            break
+        time.sleep(0.1)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == PREEMPTED, err
+    assert out == ""
+    assert "the run ends as SIGTERM asks for" in err
+    [step] = StepFolder(tmp_path, write=False).steps()
+    assert 0 < step < 3000
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"goes on after step {step}" in done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 3000
+
+
+def test_options_that_make_no_sense():
+    for values, message in (
+        ({"resume": "latest"}, "auto, none or the number of a step"),
+        ({"resume": "none"}, "no effect without `checkpoint.dir`"),
+        ({"checkpoint": {"keep": 2}}, "no effect without `dir`"),
+        ({"checkpoint": {"dir": "x", "interval": "5 parsecs"}}, "interval of saves"),
+        ({"checkpoint": {"dir": "x", "keep": 0}}, "`keep` must be at least 1"),
+    ):
+        for program in (ctr, lm):
+            with pytest.raises(ValueError, match=message):
+                program.from_anything(values)
+
+
+def test_resuming_none_refuses_a_folder_with_steps(tmp_path):
+    values = LM | {"steps": 2, "checkpoint": {"dir": str(tmp_path)}}
+    lm.main(lm.from_anything(values))
+    with pytest.raises(FileExistsError, match="begins anew"):
+        lm.main(lm.from_anything(values | {"resume": "none"}))
+    with pytest.raises(FileNotFoundError, match="no step 7"):
+        lm.main(lm.from_anything(values | {"resume": "7"}))
