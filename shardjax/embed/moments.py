@@ -8,24 +8,27 @@ from shardjax.embed.outline import Outline
 class Moments:
     """Outlines of moments that have been announced, until somebody takes them.
 
-    A moment is the number of the training plan after which it is.
-
-    Args:
-      make: makes the outline of now, when so many plans have been made and none after.
+    A moment is the number of the training plan after which it is. Methods are given the
+    number of plans that have been made, and what makes an outline of now.
     """
 
-    def __init__(self, make: Callable[[], Outline]):
-        self._make = make
+    def __init__(self):
         self._announced: set[int] = set()
         self._every: tuple[int, int] | None = None  # all from a first one on
         self._outlines: dict[int, Outline] = {}
 
-    def announce(self, moment: int, planned: int, every: int | None = None) -> int:
+    def announce(
+        self,
+        moment: int,
+        planned: int,
+        make: Callable[[], Outline],
+        every: int | None = None,
+    ) -> int:
         """Asks for an outline of a moment, or of now if that is past; returns which.
 
         Args:
           moment: which.
-          planned: so many plans have been made.
+          planned, make: see the class.
           every: of all further moments so far apart as well, and of no others.
         """
         moment = max(moment, planned)
@@ -33,7 +36,7 @@ class Moments:
             self._announced.add(moment)
         else:
             self._every = moment, every
-        self.reached(planned)
+        self.reached(planned, make)
         return moment
 
     def is_end(self, moment: int) -> bool:
@@ -45,11 +48,11 @@ class Moments:
         first, every = self._every
         return moment >= first and (moment - first) % every == 0
 
-    def reached(self, planned: int) -> None:
-        """Makes the outline of now, if it is wanted: so many plans have been made."""
+    def reached(self, planned: int, make: Callable[[], Outline]) -> None:
+        """Makes the outline of now, if it is wanted."""
         if self.is_end(planned) and planned not in self._outlines:
             self._announced.discard(planned)
-            self._outlines[planned] = self._make()
+            self._outlines[planned] = make()
 
     def take(self, moment: int) -> Outline | None:
         """The outline of a moment, if there is one; earlier ones are of no use any more."""

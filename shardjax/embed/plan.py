@@ -167,7 +167,7 @@ class Planner:
         self.drafter = Drafter(
             groups, features, self.tables, self.tiers, devices, threads
         )
-        self.moments = Moments(self._outline)
+        self.moments = Moments()
 
     def _open(
         self, storage: Storage | None, budgets: dict[Storage, DiskBudget]
@@ -270,7 +270,7 @@ class Planner:
                 began = time.perf_counter()
                 self._raise_failure()
                 first_step = self._planned + 1
-                self.moments.reached(self._planned)
+                self.moments.reached(self._planned, self._outline)
                 self._evict_if_due(first_step)
                 drafts: list[Draft] = []
                 for tier in self.tiers:
@@ -570,7 +570,8 @@ class Planner:
             live = [p.sequence for p in self._pending if p.plan() is not None]
             first = live[0] if live else self._planned + 1
             moment = first + batches - 1
-            return self.moments.announce(moment, self._planned, every) - first + 1
+            found = self.moments.announce(moment, self._planned, self._outline, every)
+            return found - first + 1
 
     @property
     def ahead(self) -> int:

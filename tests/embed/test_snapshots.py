@@ -10,7 +10,7 @@ import pytest
 from shardjax import train
 from shardjax.data import Loader
 from shardjax.embed import LFU, LRU, TTL, MinCount, Probability, ShowClick, Storage
-from tests.embed.test_tiers import BATCH, OPTIMIZERS, Run, assert_same, batches
+from tests.embed.test_tiers import BATCH, Run, assert_same, batches
 
 MOMENT, STEPS = 18, 40
 POLICIES = {
@@ -134,8 +134,20 @@ def assert_goes_on(run, taken, made, *args, **options):
     again.collection.close()
 
 
-@pytest.mark.parametrize("kind", ["devices", "RAM", "disk"])
-@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [
+        ("none", "devices"),
+        ("evict", "devices"),
+        ("evict", "disk"),
+        ("count", "RAM"),
+        ("count", "disk"),
+        ("filter", "devices"),
+        ("chance", "disk"),
+        ("show_click", "RAM"),
+        ("show_click", "disk"),
+    ],
+)
 def test_training_goes_on_from_a_snapshot_without_a_changed_bit(policy, kind, tmp_path):
     made = batches(STEPS, keys=400)
     more = {"item": POLICIES[policy]}
@@ -147,8 +159,10 @@ def test_training_goes_on_from_a_snapshot_without_a_changed_bit(policy, kind, tm
     run.collection.close()
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("mesh", ["1x1", "8x1", "4x2"])
+@pytest.mark.parametrize(
+    ("mesh", "optimizer"),
+    [("1x1", "sgd"), ("8x1", "rowwise_adagrad"), ("4x2", "adam"), ("2x4", "sgd")],
+)
 def test_meshes_and_optimizers(mesh, optimizer, tmp_path):
     made = batches(STEPS, keys=400)
     run = Run(mesh, optimizer, storage_of("disk", tmp_path / "a"), 7)
