@@ -106,6 +106,7 @@ class Checkpointer:
             raise ValueError(
                 f"`keep` must be at least 1, or None for all, got {keep!r}"
             )
+        check_details(0, {"config": config})
         self.keep = keep
         self._collection, self._loader, self._config = collection, loader, config
         ahead = 1 if collection is None else _AHEAD
@@ -243,7 +244,8 @@ class Checkpointer:
           Whether a save was begun.
 
         Raises:
-          OSError: if a save has failed; once. Training can go on: the next save is tried.
+          OSError: if a save has failed; once, and after the next one was begun if that is
+            due. Training can go on.
         """
         now = time.monotonic()
         if self._stepped_at is not None:
@@ -253,14 +255,20 @@ class Checkpointer:
                 self._recent = [*self._recent[-31:], seconds]
             else:
                 self._save.seconds.append(seconds)
+        failure = None
+        due = step == self._last or (self._due is not None and step >= self._due)
         if self._save is not None:
             self._save.state = state
-            if self._save.ended is not None:
-                self._end()
-        due = step in (self._due, self._last)
+            try:
+                if due:
+                    self.wait(state)
+                elif self._save.ended is not None:
+                    self._end()
+            except OSError as error:
+                failure = error  # raised below: this step is not to be missed for it
         begun = due and step not in self._folder.steps()
         if begun:
-            self.save(step, state, extra() if callable(extra) else extra)
+            self._begin(step, state, extra() if callable(extra) else extra)
         if due and self._stop.is_set():
             self.wait(state)
             _log.warning(
@@ -270,6 +278,8 @@ class Checkpointer:
         if due or self._due is None or self._stop.is_set():
             self._announce(step)
         self._stepped_at = time.monotonic()
+        if failure is not None:
+            raise failure
         return begun
 
     def _announce(self, step: int) -> None:

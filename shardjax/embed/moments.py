@@ -16,6 +16,7 @@ class Moments:
         self._announced: set[int] = set()
         self._every: tuple[int, int] | None = None  # all from a first one on
         self._outlines: dict[int, Outline] = {}
+        self._past = -1  # the last moment that somebody has asked for
 
     def announce(
         self,
@@ -50,16 +51,18 @@ class Moments:
 
     def reached(self, planned: int, make: Callable[[], Outline]) -> None:
         """Makes the outline of now, if it is wanted."""
-        if self.is_end(planned) and planned not in self._outlines:
+        new = planned > self._past and planned not in self._outlines
+        if new and self.is_end(planned):
             self._announced.discard(planned)
             self._outlines[planned] = make()
 
     def take(self, moment: int) -> Outline | None:
         """The outline of a moment, if there is one; earlier ones are of no use any more."""
+        self._past = max(self._past, moment)
         found = self._outlines.pop(moment, None)
         for past in [m for m in self._outlines if m < moment]:
             self._outlines.pop(past).close()
-        self._announced -= {m for m in self._announced if m < moment}
+        self._announced -= {m for m in self._announced if m <= moment}
         return found
 
     def clear(self) -> None:
