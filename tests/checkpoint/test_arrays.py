@@ -521,6 +521,7 @@ def test_nothing_is_logged_and_the_users_log_is_left_alone(writer, path, caplog,
     caplog.set_level(logging.DEBUG, "absl")
     described = save(writer, path, {"w": jnp.ones(2), "n": 3})
     restore(path, described, {"w": jnp.ones(2), "n": 3})
+    writer.close()
     assert not caplog.records
     assert capfd.readouterr() == ("", "")
     logging.getLogger("absl").warning("the user's own")
@@ -553,7 +554,7 @@ def test_all_that_does_not_fit_is_listed(writer, path):
         },
         "opt_state": [3.0, jax.random.key(0, impl="rbg")],
     }
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="they differ") as error:
         restore(path, described, target)
     lines = [
         f"the target must have the leaves of the checkpoint {path}, but they differ:",
@@ -572,7 +573,7 @@ def test_all_that_does_not_fit_is_listed(writer, path):
         " of floats and integers of integers)",
     ]
     assert str(error.value).splitlines() == lines
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="they differ") as error:
         restore(path, described, target, cast=True)
     assert "params/b" not in str(error.value) and "opt_state/0" in str(error.value)
 
@@ -587,7 +588,7 @@ def test_targets_that_cannot_be_filled(writer, path):
         "b": jax.ShapeDtypeStruct((2,), jnp.float32),
         "c": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=everywhere),
     }
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="in the target") as error:
         restore(path, described, target, ignore=["c"])
     assert str(error.value).splitlines()[1:4] == [
         "  - a: float64 in the target, which JAX makes float32 of."
