@@ -39,6 +39,8 @@ _NOT_THERE = "not there"
 class ArrayWriter:
     """Writes trees of arrays into folders, one at a time, in the background.
 
+    Call `wait` or `close` before the program ends: what is not written by then is lost.
+
     Args:
       timeout: seconds after which a write counts as failed.
 
@@ -150,7 +152,8 @@ class ArrayWriter:
         checkpointer, self._checkpointer, self._path = self._checkpointer, None, None
         try:
             if checkpointer is not None:
-                checkpointer.close()
+                with Quiet():
+                    checkpointer.close()
         finally:
             self._quiet.stop()
 

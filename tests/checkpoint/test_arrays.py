@@ -521,6 +521,7 @@ def test_nothing_is_logged_and_the_users_log_is_left_alone(writer, path, caplog,
     caplog.set_level(logging.DEBUG, "absl")
     described = save(writer, path, {"w": jnp.ones(2), "n": 3})
     restore(path, described, {"w": jnp.ones(2), "n": 3})
+    writer.close()
     assert not caplog.records
     assert capfd.readouterr() == ("", "")
     logging.getLogger("absl").warning("the user's own")
