@@ -54,6 +54,8 @@ class Variant:
             text=True,
             env={**os.environ, "JAX_PLATFORMS": platform},
         )
+        assert self._process.stdout is not None
+        self._output = self._process.stdout
         self._wait()
 
     def _wait(self) -> None:
@@ -61,6 +63,7 @@ class Variant:
         status = os.waitid(
             os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT
         )
+        assert status is not None  # it waits
         if status.si_code not in (os.CLD_STOPPED, os.CLD_EXITED) or (
             status.si_code == os.CLD_EXITED and status.si_status
         ):
@@ -71,11 +74,11 @@ class Variant:
         """Lets it run its steps; returns what they took."""
         self._process.send_signal(signal.SIGCONT)
         self._wait()
-        return json.loads(self._process.stdout.readline())
+        return json.loads(self._output.readline())
 
     def report(self) -> dict:
         """What it prints at its end."""
-        return json.loads(self._process.stdout.read().splitlines()[-1])
+        return json.loads(self._output.read().splitlines()[-1])
 
     def kill(self) -> None:
         """Ends it, wherever it is."""

@@ -155,6 +155,49 @@ def test_a_failed_write_is_raised_once_and_the_next_save_is_good(tmp_path, monke
         assert checkpointer.steps() == [1, 3]
 
 
+def test_a_save_that_failed_does_not_cost_the_next_one(tmp_path, monkeypatch):
+    state = {"w": jax.numpy.arange(4.0)}
+    with Checkpointer(tmp_path, interval=2) as checkpointer:
+        checkpointer.maybe_save(0, state)
+        with monkeypatch.context() as patch:
+
+            def full(*args):
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(checkpointer._folder, "commit", full)
+            assert not checkpointer.maybe_save(1, state)
+            assert checkpointer.maybe_save(2, state)
+            assert checkpointer._save is not None and checkpointer._save.thread
+            checkpointer._save.thread.join()
+        with pytest.raises(OSError, match="No space left"):
+            checkpointer.maybe_save(3, state)
+        assert checkpointer.maybe_save(4, state)
+        checkpointer.wait()
+        assert checkpointer.steps() == [4]
+        assert checkpointer.policy.figures()["failures"] == 0
+
+
+def test_the_last_step_is_saved_whatever_the_interval(tmp_path):
+    state = {"w": jax.numpy.arange(4.0)}
+    with Checkpointer(tmp_path, interval="none", last=3) as checkpointer:
+        begun = [checkpointer.maybe_save(step, state) for step in range(4)]
+        checkpointer.wait()
+        assert begun == [False, False, False, True] and checkpointer.steps() == [3]
+
+
+def test_extra_is_what_it_was_at_the_save(tmp_path):
+    state, extra = {"w": jax.numpy.arange(4.0)}, {"losses": [1.0]}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, extra)
+        extra["losses"].append(2.0)
+        checkpointer.wait()
+        assert checkpointer.restore(state).extra == {"losses": [1.0]}
+        with pytest.raises(ValueError, match="details"):
+            checkpointer.save(2, state, {"loss": float("nan")})
+    with pytest.raises(TypeError, match="details"):
+        Checkpointer(tmp_path / "b", config={"path": tmp_path})
+
+
 def test_a_corrupt_step_is_an_error_or_passed_over(tmp_path):
     state = {"w": jax.numpy.arange(4.0)}
     with Checkpointer(tmp_path) as checkpointer:
