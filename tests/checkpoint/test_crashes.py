@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_kills_at_random_moments(tmp_path, request):
-    kills = 30 if request.config.getoption("--all-combinations") else 10
+    kills = 30 if request.config.getoption("--all-combinations") else 6
     done = subprocess.run(
         [sys.executable, "-m", "tests.checkpoint.crashing", str(tmp_path), str(kills)],
         cwd=ROOT,
