@@ -20,7 +20,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Many tests compile the same program: keep what took long to compile until the run ends.
 _programs = tempfile.TemporaryDirectory(prefix="shardjax-programs-")
 jax.config.update("jax_compilation_cache_dir", _programs.name)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 # Modules whose jaxtyping shapes and annotations are checked at run time. Not all of the
 # package: the hook wraps every function, which numba kernels do not survive, and it
