@@ -1,5 +1,6 @@
 """Options of a program about saving its run and going on with it."""
 
+import json
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,8 +23,8 @@ class CheckpointConfig:
     """Folder for the checkpoints of this run. The same command again goes on from the newest
     one. On SIGTERM the run saves, and ends with exit code 75."""
     interval: str | None = None
-    """When to save: auto (as often as costs 3.5 % of the time at most, also without it), a
-    number of steps, a time such as 10m, or none; the last step is saved in any case."""
+    """When to save: auto (as often as is expected to cost 3.5 % of the time, also without it),
+    a number of steps, a time such as 10m, or none; the last step is saved in any case."""
     keep: int | None = None
     """How many of the newest checkpoints stay; 3 without."""
 
@@ -74,10 +75,7 @@ class Checkpoints:
         self._resumes = resumes(config)
         if own.dir is None:
             return
-        settings = {
-            k: str(v) if isinstance(v, Path) else v
-            for k, v in _flat(to_dict(config)).items()
-        }
+        settings = json.loads(json.dumps(to_dict(config), default=str))
         self._checkpointer = Checkpointer(
             own.dir,
             interval=own.interval or "auto",
@@ -155,14 +153,3 @@ class Checkpoints:
                 self._checkpointer.close()
             except (OSError, ValueError) as error:
                 log.error("the save in flight is lost: %s", error)
-
-
-def _flat(values: dict[str, Any], path: str = "") -> dict[str, Any]:
-    flat = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{path}{name}.")
-        else:
-            listed = list(value) if isinstance(value, tuple) else value
-            flat[f"{path}{name}"] = listed
-    return flat
