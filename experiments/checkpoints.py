@@ -26,14 +26,19 @@ class CheckpointConfig:
     """When to save: auto (as often as is expected to cost 3.5 % of the time, also without it),
     a number of steps, a time such as 10m, or none; the last step is saved in any case."""
     keep: int | None = None
-    """How many of the newest checkpoints stay; 3 without."""
+    """How many of the newest checkpoints stay, besides those that they need; 3 without."""
+    full_every: int | None = None
+    """Of so many checkpoints in a row one has all rows of the tables, the others those that
+    have changed since the one before; 1, all rows each time, without."""
 
     def __post_init__(self):
         if self.dir is None:
-            refuse_idle(self, ("interval", "keep"), "`dir`")
+            refuse_idle(self, ("interval", "keep", "full_every"), "`dir`")
         parse_interval(self.interval or "auto")
-        if self.keep is not None and self.keep < 1:
-            raise ValueError(f"`keep` must be at least 1, got {self.keep}")
+        for name in ("keep", "full_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}")
 
 
 def check_resume(resume: str, config: CheckpointConfig) -> None:
@@ -80,6 +85,7 @@ class Checkpoints:
             own.dir,
             interval=own.interval or "auto",
             keep=own.keep or 3,
+            full_every=own.full_every or 1,
             collection=collection,
             loader=loader,
             config=settings,

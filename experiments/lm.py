@@ -44,6 +44,7 @@ from experiments.output import (
     write_result,
 )
 from experiments.schedules import NetworkOptimConfig
+from experiments.storage import refuse_idle
 from experiments.text import (
     Text,
     TextConfig,
@@ -129,6 +130,7 @@ class Config:
         Remat.parse(self.remat)
         trace_window(self.profile, self.out)
         check_resume(self.resume, self.checkpoint)
+        refuse_idle(self.checkpoint, ("full_every",), "embedding tables")
         parts = shape.data * self.microbatches
         if self.batch_size % parts:
             raise ValueError(

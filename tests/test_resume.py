@@ -145,10 +145,18 @@ def test_options_that_make_no_sense():
         ({"checkpoint": {"keep": 2}}, "no effect without `dir`"),
         ({"checkpoint": {"dir": "x", "interval": "5 parsecs"}}, "interval of saves"),
         ({"checkpoint": {"dir": "x", "keep": 0}}, "`keep` must be at least 1"),
+        (
+            {"checkpoint": {"dir": "x", "full_every": 0}},
+            "`full_every` must be at least",
+        ),
     ):
         for program in (ctr, lm):
             with pytest.raises(ValueError, match=message):
                 program.from_anything(values)
+    tables = {"checkpoint": {"dir": "x", "full_every": 2}}
+    with pytest.raises(ValueError, match="no effect without embedding tables"):
+        lm.from_anything(tables)
+    assert ctr.from_anything(tables).checkpoint.full_every == 2
 
 
 def test_resuming_none_refuses_a_folder_with_steps(tmp_path):

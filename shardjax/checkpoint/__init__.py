@@ -5,8 +5,9 @@
     StepFolder               the folder of the checkpoints of a run, a directory per step
     Manifest                 what is known of a step
     CorruptCheckpointError   a step is not what was written
+    compact                  makes a step with all rows of an increment
 
-On the command line: ``python -m shardjax.checkpoint inspect|verify|prune DIR``.
+On the command line: ``python -m shardjax.checkpoint inspect|verify|prune|compact DIR``.
 """
 
 from shardjax.checkpoint.checkpointer import (
@@ -14,6 +15,7 @@ from shardjax.checkpoint.checkpointer import (
     Checkpointer as Checkpointer,
     Restored as Restored,
 )
+from shardjax.checkpoint.compact import compact as compact
 from shardjax.checkpoint.interval import (
     SavePolicy as SavePolicy,
     parse_interval as parse_interval,

@@ -3,6 +3,7 @@
     python -m shardjax.checkpoint inspect DIR [--step N]
     python -m shardjax.checkpoint verify DIR [--step N]
     python -m shardjax.checkpoint prune DIR --keep K
+    python -m shardjax.checkpoint compact DIR [--step N]
 
 Exit code 0: all is well; 1: a step is not what was written; 2: it could not be done.
 """
@@ -15,6 +16,8 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
+from shardjax.checkpoint.chain import chain_of
+from shardjax.checkpoint.compact import compact
 from shardjax.checkpoint.manifest import MANIFEST, CorruptCheckpointError, Manifest
 from shardjax.checkpoint.steps import StepFolder
 
@@ -40,7 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
       0
     """
     chosen = _parser().parse_args(arguments)
-    run = {"inspect": _inspect, "verify": _verify, "prune": _prune}[chosen.command]
+    commands = {
+        "inspect": _inspect,
+        "verify": _verify,
+        "prune": _prune,
+        "compact": _compact,
+    }
+    run = commands[chosen.command]
     try:
         return run(chosen)
     except (OSError, ValueError) as error:
@@ -60,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         "inspect": "list the steps: when they were written, and how large they are",
         "verify": "read all files and compare them with what was written",
         "prune": "remove old steps; not while a run writes to the folder",
+        "compact": "write a step that has the changes since others anew, with all rows, so"
+        " that those can go; not while a run writes to the folder",
     }
     for name, text in texts.items():
         command = commands.add_parser(
@@ -80,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         more = {
             "inspect": "show this step, with the details that were kept with it",
             "verify": "check this step only",
+            "compact": "this step; the newest one without",
         }
         command.add_argument("--step", type=int, metavar="N", help=more[name])
     return parser
@@ -153,6 +165,34 @@ def _prune(chosen) -> int:
         for step in folder.prune(chosen.keep):
             print(f"removed step {step}")
         print("steps left:", ", ".join(str(step) for step in folder.steps()) or "none")
+    return 0
+
+
+def _compact(chosen) -> int:
+    StepFolder(chosen.directory, write=False).close()  # it must be there
+    with StepFolder(chosen.directory, write=True) as folder:
+        step = chosen.step
+        if step is None:
+            if not folder.steps():
+                raise FileNotFoundError(
+                    f"there are no steps in {chosen.directory!r} to compact. Give the folder"
+                    " that checkpoints have been written to"
+                )
+            step = folder.steps()[-1]
+        sizes = [manifest.size for manifest in chain_of(folder, step)]
+        with _Bar(
+            desc=f"step {step}",
+            total=sum(sizes) if len(sizes) > 1 else 0,
+            unit="B",
+            unit_scale=True,
+            leave=False,
+            disable=None,
+        ) as bar:
+            steps = compact(folder, step, bar.update)
+        size = _size(folder.read(step).size)
+        print(
+            f"step {step}: {f'made of {steps} steps' if steps > 1 else 'as it was'}, {size}"
+        )
     return 0
 
 

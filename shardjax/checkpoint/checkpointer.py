@@ -20,10 +20,11 @@ from statistics import median
 from typing import Any, Literal, Protocol
 
 from shardjax.checkpoint.arrays import ArrayWriter, describe, restore
+from shardjax.checkpoint.chain import Cycle, Increments, chain_of, read_chain
 from shardjax.checkpoint.content import arrays_of, metrics_of, shared_of, target_of
 from shardjax.checkpoint.interval import SavePolicy
 from shardjax.checkpoint.manifest import Manifest, check_details
-from shardjax.checkpoint.rows import RowWriter, read_counts, read_records
+from shardjax.checkpoint.rows import RowWriter, read_counts
 from shardjax.checkpoint.steps import StepFolder
 from shardjax.embed import EmbeddingCollection
 
@@ -67,7 +68,10 @@ class Checkpointer:
       directory: of this run; made if it is not there.
       interval: when `maybe_save` saves, as of `parse_interval`: "auto", a number of steps,
         a time such as "10m", or "none".
-      keep: how many of the newest steps stay; None for all.
+      keep: how many of the newest steps stay, besides those that they need; None for all.
+      full_every: of so many saves in a row one has all rows of the tables, and the others
+        those that have changed since the one before. To restore such a step takes those
+        back to the last one with all rows. 1: each save has all.
       collection: the embedding tables of the state, if it has some.
       loader: whose position goes with the state: training data are read on from there.
       config: of the run, to be kept with each step; a dict for JSON.
@@ -95,6 +99,7 @@ class Checkpointer:
         *,
         interval: Any = "none",
         keep: int | None = 3,
+        full_every: int = 1,
         collection: EmbeddingCollection | None = None,
         loader: Position | None = None,
         config: dict[str, Any] | None = None,
@@ -106,6 +111,13 @@ class Checkpointer:
             raise ValueError(
                 f"`keep` must be at least 1, or None for all, got {keep!r}"
             )
+        if isinstance(full_every, bool) or not isinstance(full_every, int):
+            raise TypeError(f"`full_every` must be an integer, got {full_every!r}")
+        if full_every < 1:
+            raise ValueError(
+                f"`full_every` must be at least 1, which saves all rows each time, got"
+                f" {full_every}"
+            )
         check_details(0, {"config": config})
         self.keep = keep
         self._collection, self._loader, self._config = collection, loader, config
@@ -114,6 +126,8 @@ class Checkpointer:
             interval, max_overhead=max_overhead, mtbf=mtbf, ahead=ahead
         )
         self._folder = StepFolder(directory, write=True)
+        self._increments = Increments(full_every, collection)
+        self._cycle = Cycle(full_every)
         self._arrays = ArrayWriter()
         self._save: _Save | None = None
         self._last = last
@@ -183,10 +197,16 @@ class Checkpointer:
                 "extra": copy.deepcopy(extra),  # it may change while it is written
                 "versions": _versions(),
                 "tables": None,
+                "rows": None,
             }
             if self._collection is not None:
-                tables = self._collection.snapshots.take(state.tables)
+                base = self._increments.base(self._folder.steps())
+                tables = self._collection.snapshots.take(
+                    state.tables, None if base is None else base[1]
+                )
                 save.snapshot, details["tables"] = tables
+                if base is not None and save.snapshot.removed is not None:
+                    save.base = base[0]
             parts = arrays_of(state, self._collection)
             details["arrays"] = describe(parts)
             self._arrays.save(folder / "arrays", parts)
@@ -200,7 +220,8 @@ class Checkpointer:
         )
         save.thread.start()
         save.state = state
-        self._policy.saved(step, time.monotonic() - started)
+        stall = time.monotonic() - started
+        self._policy.saved(step, self._cycle.mean("stall", stall))
         self._stepped_at = None
 
     def _write(self, save: "_Save", details: dict[str, Any]) -> None:
@@ -212,10 +233,16 @@ class Checkpointer:
                 for group, records in save.snapshot.records():
                     rows.write(group, records)
                 details["counts"] = rows.write_counts(save.snapshot.outline.counts)
+                details["rows"] = {
+                    "base": save.base,
+                    "written": rows.written,
+                    "removed": rows.write_removed(save.snapshot.removed),
+                }
                 known = {f"tables/{k}": v for k, v in rows.finish().items()}
                 save.close()
             self._arrays.wait()
-            self._folder.commit(save.step, details, known)
+            needs = () if save.base is None else (save.base,)
+            self._folder.commit(save.step, details, known, needs)
             if self.keep is not None:
                 self._folder.prune(self.keep)
         except BaseException as error:
@@ -356,7 +383,11 @@ class Checkpointer:
             if self._recent and save.seconds:
                 usual = median(self._recent)
                 slowed = max(sum(save.seconds) - usual * len(save.seconds), 0.0)
-            self._policy.written(save.step, save.ended - save.started, slowed)
+                slowed = self._cycle.mean("slowed", slowed)
+            seconds = self._cycle.most("write", save.ended - save.started)
+            self._policy.written(save.step, seconds, slowed)
+            if save.snapshot is not None:
+                self._increments.committed(save.step, save.snapshot)
             return
         self._policy.failed(save.step)
         self._folder.discard(save.step)
@@ -400,8 +431,10 @@ class Checkpointer:
                     " restoring, or give the folder of another run"
                 )
         else:
-            self._folder.verify(step)
-        found = self._folder.read(step)
+            for part in chain_of(self._folder, step):
+                self._folder.verify(part.step)
+        chain = chain_of(self._folder, step)
+        found = chain[0]
         details = found.details
         tables = details["tables"]
         collection = self._collection
@@ -411,14 +444,15 @@ class Checkpointer:
             found.path / "arrays", details["arrays"], wanted, ignore=dense, cast=cast
         )
         if collection is not None and tables is not None:
-            slabs = collection.snapshots.restore(
+            slabs, mark = collection.snapshots.restore(
                 target.tables,
                 tables,
-                read_records(found.path / "tables", tables["groups"]),
+                read_chain(chain),
                 read_counts(found.path / "tables", details["counts"]),
                 ignore=ignore,
                 cast=cast,
             )
+            self._increments.restored(step, len(chain), mark)
             parts["tables"] = shared_of(slabs, collection, tables, parts["tables"])
             if "metrics" in parts and tables["devices"] != collection.devices:
                 parts["metrics"] = metrics_of(parts["metrics"], target.metrics)
@@ -467,6 +501,7 @@ class _Save:
     def __init__(self, step: int, folder: Path, started: float):
         self.step, self.folder, self.started = step, folder, started
         self.snapshot: Any = None
+        self.base: int | None = None  # the step that it has the changes since
         self.thread: threading.Thread | None = None
         self.state: Any = None  # the last one seen
         self.error: BaseException | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 class CorruptCheckpointError(OSError):

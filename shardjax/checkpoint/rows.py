@@ -3,7 +3,9 @@
 One array per group of tables, in Zarr v3 and without compression, so that a chunk's file
 is its bytes: int32 [rows, 5 + words], of `shardjax.embed.outline`. A chunk of about 16 MB
 is written when it is full; two are in memory at a time. Beside it lie the counts that
-`admit` goes by, an array each.
+`admit` goes by, an array each. An increment has the records of changed rows only, and for
+each group the keys of rows that have left: int32 [n, 3], the key in two words and the
+number of its table.
 """
 
 import zlib
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from shardjax.embed.snapshot import Removed
 
 _CHUNK_BYTES = 16 << 20
 # Files are synced to the medium once, when the step is committed.
@@ -47,15 +51,14 @@ def _metadata(shape: Sequence[int], chunk: Sequence[int], dtype: str) -> dict[st
 
 
 class _Records:
-    """One array being written."""
+    """One array being written, of at most `rows` records."""
 
     def __init__(self, path: Path, rows: int, words: int):
         self.path = path
-        self.rows = rows
+        self.words = words
         self.chunk = max(min(_CHUNK_BYTES // (4 * words), rows), 1)
-        self._array = _open(
-            path, _metadata((rows, words), (self.chunk, words), "int32")
-        )
+        self._most = rows
+        self._array: Any = None
         self._buffers = [np.zeros((self.chunk, words), np.int32) for _ in range(2)]
         self._writes: list[Any] = [None, None]
         self._chunks = self._filled = 0
@@ -83,6 +86,11 @@ class _Records:
         turn, start = self._chunks % 2, self._chunks * self.chunk
         data = self._buffers[turn]
         data[self._filled :] = 0
+        if self._array is None:
+            shape = max(self._most, self._filled), self.words
+            self._array = _open(
+                self.path, _metadata(shape, (self.chunk, self.words), "int32")
+            )
         size = data.nbytes, zlib.crc32(data.data)
         self.known[f"c/{self._chunks}/0"] = size
         part = data[: self._filled]
@@ -93,11 +101,17 @@ class _Records:
 
     def finish(self) -> None:
         """Writes the rest, and waits."""
+        written = self.written
+        if not self._chunks and self._filled:  # no chunk is larger than it has to be
+            self._buffers[0] = self._buffers[0][: self._filled].copy()
+            self.chunk = self._most = self._filled
         if self._filled:
             self._flush()
         for write in self._writes:
             if write is not None:
                 write.result()
+        if self._array is not None and written != self._array.shape[0]:
+            self._array.resize(exclusive_max=(written, self.words)).result()
 
 
 class RowWriter:
@@ -105,7 +119,10 @@ class RowWriter:
 
     Args:
       path: a folder in which to write; made if it is not there.
-      groups: of `shardjax.embed.restoring.describe`.
+      groups: of `shardjax.embed.restoring.describe`; no more rows than these have.
+
+    Attributes:
+      written: rows of each group so far.
 
     Raises:
       OSError, ValueError: if something cannot be written; here and below.
@@ -114,20 +131,37 @@ class RowWriter:
     def __init__(self, path: Path, groups: Sequence[Mapping[str, Any]]):
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
+        self._groups = groups
         self._arrays = [
-            _Records(path / g["name"], g["rows"], g["words"]) if g["rows"] else None
-            for g in groups
+            _Records(path / g["name"], g["rows"], g["words"]) for g in groups
         ]
+        self.written = [0] * len(groups)
 
     def write(self, group: int, records: np.ndarray) -> None:
         """Writes table records, int32 [n, 5 + words], of a group, by number."""
-        array = self._arrays[group]
-        if array is None:
+        self.written[group] += len(records)
+        rows = self._groups[group]["rows"]
+        if self.written[group] > rows:
             raise ValueError(
-                f"group {group} has no rows, and {len(records)} came: this is an error in"
-                " shardjax; please report it"
+                f"group {group} has {rows} rows, and {self.written[group]} came: this is an"
+                " error in shardjax; please report it"
             )
-        array.write(records)
+        self._arrays[group].write(records)
+
+    def write_removed(self, removed: Sequence[Removed] | None) -> list[int] | None:
+        """Writes which keys have left, by group; returns how many, None if all rows that
+        there are have been written."""
+        if removed is None:
+            return None
+        for group, (keys, tables) in zip(self._groups, removed, strict=True):
+            if len(keys):
+                records = np.empty((len(keys), 3), np.int32)
+                records[:, :2] = keys.view(np.int32).reshape(-1, 2)
+                records[:, 2] = tables
+                path = self.path / "removed" / group["name"]
+                made = _open(path, _metadata(records.shape, records.shape, "int32"))
+                made.write(records).result()
+        return [len(keys) for keys, _ in removed]
 
     def write_counts(self, counts: Mapping[str, Mapping[str, np.ndarray]]) -> list:
         """Writes what has been counted of keys without a row, by table.
@@ -155,34 +189,49 @@ class RowWriter:
         """
         known = {}
         for array in self._arrays:
-            if array is not None:
-                array.finish()
-                folder = array.path.relative_to(self.path).as_posix()
-                known |= {f"{folder}/{k}": v for k, v in array.known.items()}
+            array.finish()
+            folder = array.path.relative_to(self.path).as_posix()
+            known |= {f"{folder}/{k}": v for k, v in array.known.items()}
         return known
 
 
 def read_records(
-    path: Path, groups: Sequence[Mapping[str, Any]]
+    path: Path, groups: Sequence[Mapping[str, Any]], written: Sequence[int]
 ) -> Iterator[tuple[int, np.ndarray]]:
     """The number of a group and its table records, a part at a time.
 
     Args:
       path, groups: as of `RowWriter`.
+      written: rows of each group in the files.
     """
-    for number, group in enumerate(groups):
-        if not group["rows"]:
+    for number, (group, rows) in enumerate(zip(groups, written, strict=True)):
+        if not rows:
             continue
         array = _open(path / group["name"])
         chunk = array.chunk_layout.read_chunk.shape[0]
-        starts = range(0, group["rows"], chunk)
-        ahead = array[: min(chunk, group["rows"])].read()
+        starts = range(0, rows, chunk)
+        ahead = array[: min(chunk, rows)].read()
         for start in starts:
             part = ahead.result()
             stop = start + chunk
-            if stop < group["rows"]:
-                ahead = array[stop : min(stop + chunk, group["rows"])].read()
+            if stop < rows:
+                ahead = array[stop : min(stop + chunk, rows)].read()
             yield number, np.ascontiguousarray(part)
+
+
+def read_removed(
+    path: Path, groups: Sequence[Mapping[str, Any]], counts: Sequence[int]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The number of a group and the keys that have left, int32 [n, 3].
+
+    Args:
+      path, groups: as of `RowWriter`.
+      counts: that `write_removed` returned.
+    """
+    for number, (group, count) in enumerate(zip(groups, counts, strict=True)):
+        if count:
+            found = _open(path / "removed" / group["name"]).read().result()
+            yield number, np.ascontiguousarray(found)
 
 
 def read_counts(path: Path, names: Sequence) -> dict[str, dict[str, np.ndarray]]:

@@ -26,7 +26,8 @@ from shardjax.checkpoint.reading import StepReader, as_step
 from shardjax.folders import LockedFolder
 
 _log = logging.getLogger(__name__)
-_LEFT_OVER = re.compile(r"\.step_[0-9]+\.(partial|removing)", re.ASCII)
+_LEFT_OVER = re.compile(r"\.step_[0-9]+\.(partial|removing|again)", re.ASCII)
+_AGAIN = re.compile(r"\.step_([0-9]+)\.again", re.ASCII)
 
 
 class StepFolder(StepReader):
@@ -55,7 +56,7 @@ class StepFolder(StepReader):
 
     def __init__(self, path: str | os.PathLike, *, write: bool):
         super().__init__(path)
-        self._begun: set[int] = set()
+        self._begun: dict[int, bool] = {}  # whether the step is there already
         self._closed = False
         self._lock = None
         if write:
@@ -68,7 +69,12 @@ class StepFolder(StepReader):
             )
 
     def _clean_up(self) -> None:
-        """Removes what killed processes have left."""
+        """Removes what killed processes have left, and ends what they had all but ended."""
+        for path in list(self.path.iterdir()):
+            match = _AGAIN.fullmatch(path.name)
+            if match and not self._directory(int(match[1])).exists():
+                os.rename(path, self._directory(int(match[1])))
+                sync(self.path)
         left = [p for p in self.path.iterdir() if _LEFT_OVER.fullmatch(p.name)]
         for path in left:
             shutil.rmtree(path)
@@ -80,17 +86,20 @@ class StepFolder(StepReader):
                 len(left),
             )
 
-    def begin(self, step: SupportsIndex) -> Path:
+    def begin(self, step: SupportsIndex, *, again: bool = False) -> Path:
         """Makes a fresh directory for the files of a step.
 
         Args:
           step: its number.
+          again: whether the step is there, and is to be written anew: it stays as it is
+            until `commit`.
 
         Returns:
           The directory: write in it, and then call `commit`, or `discard`.
 
         Raises:
           FileExistsError: if the step is there, or has been begun.
+          FileNotFoundError: if it is not there, and is to be written `again`.
           TypeError, ValueError: if the step is no integer, or negative.
           OSError: if the directory cannot be made.
 
@@ -103,12 +112,14 @@ class StepFolder(StepReader):
         """
         self._check_writing()
         step = as_step(step)
-        if self._has(step):
+        if again:
+            self._check_there(step)
+        elif self._has(step):
             raise FileExistsError(
                 f"step {step} in {str(self.path)!r} is committed already, and no step is"
                 " overwritten. Give another step, or `remove` it first"
             )
-        if self._directory(step).exists():
+        elif self._directory(step).exists():
             raise FileExistsError(
                 f"step {step} needs the name {str(self._directory(step))!r}, which"
                 f" something has that is no checkpoint: it has no {MANIFEST!r}. Move it"
@@ -121,7 +132,7 @@ class StepFolder(StepReader):
                 f"step {step} in {str(self.path)!r} has been begun already. `commit` or"
                 " `discard` it first"
             ) from error
-        self._begun.add(step)
+        self._begun[step] = again
         return self._partial(step)
 
     def commit(
@@ -176,18 +187,18 @@ class StepFolder(StepReader):
         try:
             self._commit(step, details, known, needs)
         except CorruptCheckpointError:
-            self._begun.discard(step)
+            self._begun.pop(step)
             raise
         except OSError as error:
             # nor is it tried again: the system forgets which writes have failed
-            self._begun.discard(step)
+            self._begun.pop(step)
             raise OSError(
                 error.errno,
                 f"step {step} cannot be committed to {str(self.path)!r}:"
                 f" {error.strerror}. The steps before are intact. `discard` this one, free"
                 " space or take another folder, and save again",
             ) from error
-        self._begun.discard(step)
+        self._begun.pop(step)
 
     def _commit(self, step, details, known, needs) -> None:
         partial = self._partial(step)
@@ -195,12 +206,28 @@ class StepFolder(StepReader):
         write_manifest(partial, step, details, needs, files)
         for path in directories:
             sync(partial / path)
+        if self._begun[step]:
+            self._replace(step)
+            return
         os.rename(partial, self._directory(step))
         try:
             sync(self.path)
         except OSError:
             os.rename(self._directory(step), partial)
             raise
+
+    def _replace(self, step: int) -> None:
+        """Puts a step that is whole in the place of the one that is there. At no moment is
+        there neither: see `_clean_up`."""
+        again = self.path / f".step_{step}.again"
+        if again.exists():
+            shutil.rmtree(again)
+        os.rename(self._partial(step), again)
+        sync(self.path)
+        self._move_away(step)
+        os.rename(again, self._directory(step))
+        sync(self.path)
+        shutil.rmtree(self._removing(step))
 
     def discard(self, step: SupportsIndex) -> None:
         """Removes what has been written of a step that is not committed, if anything.
@@ -216,7 +243,7 @@ class StepFolder(StepReader):
         """
         self._check_writing()
         step = as_step(step)
-        self._begun.discard(step)
+        self._begun.pop(step, None)
         if self._partial(step).exists():
             shutil.rmtree(self._partial(step))
 
@@ -229,12 +256,16 @@ class StepFolder(StepReader):
         self._check_writing()
         step = as_step(step)
         self._check_there(step)
-        removing = self.path / f".step_{step}.removing"
+        self._move_away(step)
+        sync(self.path)  # before the first file goes
+        shutil.rmtree(self._removing(step))
+
+    def _move_away(self, step: int) -> None:
+        """Gives a step another name, under which nobody finds it."""
+        removing = self._removing(step)
         if removing.exists():
             shutil.rmtree(removing)
         os.rename(self._directory(step), removing)
-        sync(self.path)  # before the first file goes
-        shutil.rmtree(removing)
 
     def prune(
         self, keep: int, needed: Callable[[int], Iterable[int]] | None = None
@@ -295,6 +326,9 @@ class StepFolder(StepReader):
 
     def _partial(self, step: int) -> Path:
         return self.path / f".step_{step}.partial"
+
+    def _removing(self, step: int) -> Path:
+        return self.path / f".step_{step}.removing"
 
     def _check_writing(self) -> None:
         if self._lock is None:

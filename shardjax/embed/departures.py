@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from shardjax.embed.changes import Removals
 from shardjax.embed.disk_rows import DiskRows
 from shardjax.embed.eviction import Cut, Evicted, Facts, decayed
 from shardjax.embed.groups import Table
@@ -28,6 +29,7 @@ class Departures:
 
     Attributes:
       waiting: rows that leave before the next window, oldest first.
+      removals: the keys that have left.
 
     Args:
       owners: of rows.
@@ -54,10 +56,18 @@ class Departures:
         self._residents, self._host, self._disk = residents, host, disk
         self._flying = flying
         self.waiting: list[Evicted] = []
+        self.removals = Removals()
         self._leaving: list[Evicted] = []  # until they are gone
 
-    def evict(self, table: int, policies: Sequence[Eviction], step: int) -> int:
+    def evict(
+        self, table: int, policies: Sequence[Eviction], step: int, rows: int
+    ) -> int:
         """Takes out the rows of a table that have to leave before a step.
+
+        Args:
+          table, step: which.
+          policies: that decide.
+          rows: that the table has.
 
         Returns:
           How many do.
@@ -65,6 +75,7 @@ class Departures:
         for policy in policies:
             if isinstance(policy, ShowClick):
                 self._decay(table, policy)
+                self.removals.forget()
         cut = Cut(policies, step, lambda: self._scan(table))
         if not cut:
             return 0
@@ -82,6 +93,7 @@ class Departures:
         self._indexes[table].remove(evicted.keys[evicted.sources < 0])
         self.waiting.append(evicted)
         self._leaving.append(evicted)
+        self.removals.add(evicted, rows)
         return len(evicted)
 
     @property

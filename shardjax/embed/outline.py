@@ -12,6 +12,7 @@ A snapshot is made of *table records*, int32 [n, 5 + words]::
     key (2 words) | number of the table in its group | last_step | tally | the row's words
 """
 
+import copy
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 import numba
 import numpy as np
 
+from shardjax.embed.changes import Mark, SlotChanges
 from shardjax.embed.disk_rows import DiskRows
 from shardjax.embed.host_rows import FREE, HEADER, HostRows
 from shardjax.embed.index import EMPTY, HOST, Index, code_of
@@ -103,6 +105,25 @@ class DeviceOutline:
                 )  # fmt: skip
         self.count = int((self.tables != FREE).sum())
 
+    def changed(self, sequence: int, slots: SlotChanges | None) -> np.ndarray:
+        """Which slots have rows that were written after a plan, bool [owners, slots].
+
+        Args:
+          sequence: of the plan.
+          slots: that were written, where nobody knows of the rows.
+        """
+        if self.last_steps is not None:
+            late = self.last_steps > sequence
+        else:
+            assert slots is not None
+            late = slots.since(sequence, self.tables.shape[1])
+        return late & (self.tables != FREE)
+
+    def narrow(self, changed: np.ndarray) -> None:
+        """Leaves rows out; `changed` are those that stay."""
+        self.tables[~changed] = FREE
+        self.count = int(changed.sum())
+
     def records(self, owner: int, slots: np.ndarray, words: np.ndarray) -> np.ndarray:
         """Table records of slots that have a row, int64 [n], and their words."""
         nothing = np.zeros(len(slots), np.int32)
@@ -117,6 +138,8 @@ class DeviceOutline:
 
 class HostOutline:
     """The rows in RAM, and the copies of those that were about to change.
+
+    One thread reads; `keep` may be called in others.
 
     Args:
       host: the tier. Its `outlines` know of this one until `close`.
@@ -133,6 +156,7 @@ class HostOutline:
         self._hand = 0
         self._lock = threading.Lock()
         self._kept: list[np.ndarray] = []
+        self._after: int | None = None  # a plan: only rows that were used later
         self.flying = [_Flying(x, host) for x in flying]
         self.count = int(self._unsaved.sum()) + sum(len(x.keys) for x in self.flying)
         host.outlines.append(self)
@@ -154,8 +178,30 @@ class HostOutline:
                 self._unsaved[rows] = False
                 self._kept.append(self._copy(rows))
 
+    def narrow(self, sequence: int) -> None:
+        """Leaves out the rows that were not used after a plan; `count` is then of those
+        that have been read."""
+        self._after, self.count = sequence, 0
+        self.flying = [x.late(sequence) for x in self.flying]
+
+    def landed(self) -> Iterator[np.ndarray]:
+        """Table records of the rows that were on their way."""
+        flying, self.flying = self.flying, []
+        for part in flying:
+            if self._after is not None:
+                self.count += len(part.keys)
+            if len(part.keys):
+                yield part.records()
+
     def next(self) -> np.ndarray | None:
         """More table records; None if there are no more."""
+        found = self._next()
+        if found is not None and self._after is not None:
+            found = found[found[:, 3] > self._after]
+            self.count += len(found)
+        return found
+
+    def _next(self) -> np.ndarray | None:
         with self._lock:
             if self._kept:
                 return self._kept.pop()
@@ -165,6 +211,9 @@ class HostOutline:
                 rows = self._hand + np.flatnonzero(part)
                 part[:] = False
                 self._hand += most
+                if self._after is not None:
+                    last_steps = self._host.headers["last_step"][rows]
+                    rows = rows[last_steps > self._after]
                 if len(rows):
                     return self._copy(rows)
             return None
@@ -188,6 +237,14 @@ class _Flying:
         self.keys, self.tables = headers["key"][stay], headers["table"][stay]
         self.last_steps = headers["last_step"][stay]
         self.tallies = headers["tally"][stay]
+
+    def late(self, sequence: int) -> "_Flying":
+        """Those that were used after a plan."""
+        chosen = copy.copy(self)
+        late = self.last_steps > sequence
+        for name in ("owners", "places", "keys", "tables", "last_steps", "tallies"):
+            setattr(chosen, name, getattr(self, name)[late])
+        return chosen
 
     def records(self) -> np.ndarray:
         """Table records; waits for those that have been dispatched."""
@@ -215,14 +272,25 @@ class DiskOutline:
             s.count - int(np.unpackbits(dead, bitorder="little")[: s.count].sum())
             for s, dead, _ in self._parts
         )
+        self._after: int | None = None  # a plan: only rows that were used later
+
+    def narrow(self, sequence: int) -> None:
+        """Leaves out the rows that were not used after a plan; `count` is then of those
+        that have been read."""
+        self._after, self.count = sequence, 0
 
     def records(self) -> Iterator[np.ndarray]:
         """Table records, a part at a time."""
         for segment, dead, changes in self._parts:
+            if self._after is not None and segment.newest <= self._after:
+                continue
             chunk = max(_CHUNK_BYTES // (4 * segment.words), 1)
             for start in range(0, segment.count, chunk):
                 stop = min(start + chunk, segment.count)
                 _, found = segment.live_records(start, stop, dead, changes)
+                if self._after is not None:
+                    found = found[found[:, 3] > self._after]
+                    self.count += len(found)
                 if len(found):
                     yield np.delete(found, FACT_WORDS, 1)  # the checksum
 
@@ -253,6 +321,19 @@ class TierOutline:
         """How many."""
         parts = (self.device, self.host, self.disk)
         return sum(x.count for x in parts if x is not None)
+
+    def narrow(self, sequence: int, changed: np.ndarray) -> None:
+        """Leaves out the rows that have not changed since a plan.
+
+        Args:
+          sequence: of the plan.
+          changed: of `DeviceOutline.changed`.
+        """
+        self.device.narrow(changed)
+        if self.host is not None:
+            self.host.narrow(sequence)
+        if self.disk is not None:
+            self.disk.narrow(sequence)
 
     def unsalted(self, records: np.ndarray) -> np.ndarray:
         """Table records with the keys that users know."""
@@ -285,6 +366,7 @@ class Outline:
       evicted_before: a step before which policies have looked for rows.
       sizes: static sizes of plans, by name.
       tiers: per group.
+      mark: it, for changes to be counted from.
       counts: of keys without a row, by table: of `Gate.counts`.
     """
 
@@ -292,6 +374,7 @@ class Outline:
     evicted_before: int
     sizes: dict[tuple, int]
     tiers: list[TierOutline]
+    mark: Mark
     counts: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
 
     def close(self) -> None:

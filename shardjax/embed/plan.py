@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from shardjax.embed.changes import Mark, Removals
 from shardjax.embed.disk_rows import DiskBudget, DiskFolder
 from shardjax.embed.draft import Draft, TableDraft, TableState
 from shardjax.embed.drafting import Drafter, PlanError as PlanError
@@ -331,7 +332,9 @@ class Planner:
                 for state in states:
                     policies = [p for p in state.table.spec.evictions if chosen(p)]
                     if policies:
-                        n = tier.departures.evict(state.number, policies, step)
+                        n = tier.departures.evict(
+                            state.number, policies, step, state.rows
+                        )
                         state.rows -= n
                         self._evicted_rows += n
                         counts[state.table.spec.name] = n
@@ -591,12 +594,47 @@ class Planner:
                 tier.outline(None if used is None else used[g])
                 for g, tier in enumerate(self.tiers)
             ],
+            self._mark(self._planned if used is None else self._applied),
             {
                 s.table.spec.name: s.gate.counts()
                 for states in self.tables
                 for s in states
                 if s.gate.has_memory
             },
+        )
+
+    @property
+    def removals(self) -> list[Removals]:
+        """Per group, the keys whose rows have left."""
+        return [tier.departures.removals for tier in self.tiers]
+
+    def keep_removals(self) -> None:
+        """From now on, the keys of rows that leave are listed."""
+        with self._planning:
+            for removals in self.removals:
+                removals.keep()
+
+    def removed(self, start: Mark, stop: Mark) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Per group, salted keys, uint64 [n], and tables, int32 [n], of the rows that have
+        left between two moments; nothing if that is not known any more."""
+        with self._planning:
+            if not start.leads_to(stop) or stop.eras != self._mark(0).eras:
+                return []
+            spans = zip(self.removals, start.removed, stop.removed, strict=True)
+            return [removals.between(a, b) for removals, a, b in spans]
+
+    def drop_removals(self, mark: Mark) -> None:
+        """Forgets the rows that have left before a moment."""
+        with self._planning:
+            if mark.eras == self._mark(0).eras:
+                for removals, count in zip(self.removals, mark.removed, strict=True):
+                    removals.drop(count)
+
+    def _mark(self, sequence: int) -> Mark:
+        return Mark(
+            sequence,
+            tuple(x.count for x in self.removals),
+            tuple(x.era for x in self.removals),
         )
 
     def outline(self) -> Outline:
@@ -626,12 +664,15 @@ class Planner:
                 " `collection.announce_snapshot(batches)` before that many batches"
             )
 
-    def adopt(self, outline: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
+    def adopt(self, outline: Mapping[str, Any], counts: Mapping[str, Any]) -> Mark:
         """Goes on from a snapshot, once its rows are there.
 
         Args:
           outline: `sequence`, `evicted_before` and `sizes` of one.
           counts: of keys without a row, by table.
+
+        Returns:
+          The moment that changes are counted from now on.
         """
         with self._planning, self._state:
             self._planned = self._applied = outline["sequence"]
@@ -642,6 +683,7 @@ class Planner:
                 for s in states:
                     if s.table.spec.name in counts:
                         s.gate.set_counts(counts[s.table.spec.name])
+            return self._mark(self._planned)
 
     @property
     def started(self) -> bool:

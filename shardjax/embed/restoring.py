@@ -45,15 +45,25 @@ def describe(
         "sizes": [[_as_lists(key), int(n)] for key, n in outline.sizes.items()],
         "groups": [
             {
-                "name": group.name,
+                **layout,
                 "rows": tier.count,
                 "words": FACT_WORDS + tier.words,
-                "tables": [t.spec.name for t in group.tables],
-                "leaves": _leaves(group),
             }
-            for group, tier in zip(groups, outline.tiers, strict=True)
+            for layout, tier in zip(layout_of(groups), outline.tiers, strict=True)
         ],
     }
+
+
+def layout_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """What numbers and words in table records mean, per group, as JSON has it."""
+    return [
+        {
+            "name": group.name,
+            "tables": [t.spec.name for t in group.tables],
+            "leaves": _leaves(group),
+        }
+        for group in groups
+    ]
 
 
 def _as_lists(x):

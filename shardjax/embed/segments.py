@@ -73,7 +73,7 @@ class Segment:
       dead: uint8 [count / 8], bits.
       mapped: int32 [count, words], the file as memory; [0, words] if it is not mapped.
       dead_count: how many are dead.
-      oldest: the least `last_step` of the records.
+      oldest, newest: the least and the greatest `last_step` of the records.
       readers: how many read records that are dead.
       changes: (table, change of tallies, uint32 [n]) that the file does not have yet: they
         are made in what is read, in this order.
@@ -89,6 +89,7 @@ class Segment:
     mapped: np.ndarray
     dead_count: int = 0
     oldest: int = 0
+    newest: int = 0
     readers: int = 0
     changes: list[Change] = field(default_factory=list)
 
@@ -128,13 +129,14 @@ class Segment:
         """
         starts = np.zeros(max(most // BUCKET, 1) + 1, np.uint32)
         bits = np.zeros((most + 1 + AT_ONCE) // 2 * 3 + 8, np.uint8)
-        count, at, oldest = 0, 0, np.iinfo(np.int32).max
+        count, at, oldest, newest = 0, 0, np.iinfo(np.int32).max, 0
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             for hashes, records in parts:
                 at = summarize(hashes, count, at, starts, bits)
                 count += len(records)
                 oldest = min(oldest, int(records[:, 3].min()))
+                newest = max(newest, int(records[:, 3].max()))
                 view = records.reshape(-1).view(np.uint8).data
                 while view:
                     view = view[os.write(fd, view) :]
@@ -145,7 +147,10 @@ class Segment:
         starts[at:] = count
         dead = np.zeros((count + 7) // 8, np.uint8)
         nothing = unmapped(words)
-        return cls(path, fd, count, words, starts, bits, dead, nothing, oldest=oldest)
+        return cls(
+            path, fd, count, words, starts, bits, dead, nothing,
+            oldest=oldest, newest=newest,
+        )  # fmt: skip
 
     def find(self, wanted, keys, tables, hashes, out, records):
         """Looks up some keys.

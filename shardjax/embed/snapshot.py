@@ -17,12 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
+from shardjax.embed.changes import Mark
 from shardjax.embed.host_rows import FREE
 from shardjax.embed.moves import Move, SlabState
 from shardjax.embed.outline import Outline, TierOutline
 
 # (group, slab, slots by owner) to records, int32 [owners * n, words], on the devices
 Gather = Callable[[int, SlabState, Sequence[np.ndarray]], jax.Array]
+# keys that users know, uint64 [n], and numbers of tables in their group, int32 [n]
+Removed = tuple[np.ndarray, np.ndarray]
 _SWEEP_BYTES = 4 << 20  # of rows that a step reads besides those in its way
 
 
@@ -60,16 +63,23 @@ class Snapshot:
     Args:
       outline: of the moment that is now.
       gather: reads rows on the devices.
+      removed: of each group, if the outline is of changed rows only: the keys that have
+        left. A key may be there again.
       most_bytes: of rows that may wait for `records` to give them; then `protect` waits.
 
     Attributes:
-      counts: rows of each group.
       waited: whether a step has had to wait for the reader.
     """
 
-    def __init__(self, outline: Outline, gather: Gather, most_bytes: int = 64 << 20):
+    def __init__(
+        self,
+        outline: Outline,
+        gather: Gather,
+        removed: list[Removed] | None = None,
+        most_bytes: int = 64 << 20,
+    ):
         self.outline = outline
-        self.counts = [tier.count for tier in outline.tiers]
+        self.removed = removed
         self.waited = False
         self._gather = gather
         self._most_bytes = most_bytes
@@ -81,6 +91,11 @@ class Snapshot:
         self._bytes = 0
         self._closed = False
         self._changed = threading.Condition()
+
+    @property
+    def mark(self) -> Mark:
+        """Its moment, for changes to be counted from."""
+        return self.outline.mark
 
     @property
     def is_closed(self) -> bool:
@@ -170,13 +185,14 @@ class Snapshot:
           SnapshotError: if the snapshot is closed before.
           CorruptSegmentError, OSError: for files that cannot be read.
         """
-        given = [0] * len(self.counts)
+        given = [0] * len(self.outline.tiers)
         for g, records in self._records():
             given[g] += len(records)
             yield g, self.outline.tiers[g].unsalted(records)
-        if given != self.counts:
+        counts = [tier.count for tier in self.outline.tiers]
+        if given != counts:
             raise SnapshotError(
-                f"a snapshot of {self.counts} rows by group has read {given}: it is not of"
+                f"a snapshot of {counts} rows by group has read {given}: it is not of"
                 " one moment. This is an error in shardjax; please report it"
             )
 
@@ -203,9 +219,8 @@ class Snapshot:
         """Table records of the rows that are not on the devices."""
         for g, tier in enumerate(self.outline.tiers):
             if tier.host is not None:
-                for flying in tier.host.flying:
-                    yield g, flying.records()
-                tier.host.flying = []
+                for records in tier.host.landed():
+                    yield g, records
                 while (records := tier.host.next()) is not None:
                     yield g, records
         for g, tier in enumerate(self.outline.tiers):

@@ -6,12 +6,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardjax.embed.changes import Mark, SlotChanges, written_slots
 from shardjax.embed.groups import Group
 from shardjax.embed.mover import Mover
 from shardjax.embed.moves import SlabState
+from shardjax.embed.outline import Outline
 from shardjax.embed.plan import Plan, PlanError, Planner, WaitingPlan
-from shardjax.embed.restoring import Restoring, TableRecords, describe, sizes_of
-from shardjax.embed.snapshot import Snapshot
+from shardjax.embed.restoring import (
+    Restoring,
+    TableRecords,
+    describe,
+    layout_of,
+    sizes_of,
+)
+from shardjax.embed.snapshot import Removed, Snapshot
 
 
 class Snapshots:
@@ -28,6 +36,20 @@ class Snapshots:
         self._groups, self._planner, self._mover = groups, planner, mover
         self._seed = seed
         self._active: list[Snapshot] = []
+        self._changes: list[SlotChanges | None] | None = None  # by group, if wanted
+
+    def keep_changes(self) -> None:
+        """From now on it is known what changes, for `take` with `since`.
+
+        That takes 4 bytes for each row of groups without a storage whose tables have no
+        `evict`, and 12 for each row that leaves for good.
+        """
+        if self._changes is None:
+            self._planner.keep_removals()
+            self._changes = [
+                None if tier.residents.tracked else SlotChanges(tier.owners)
+                for tier in self._planner.tiers
+            ]
 
     @property
     def ahead(self) -> int:
@@ -50,7 +72,9 @@ class Snapshots:
         """
         return self._planner.announce(batches, every)
 
-    def take(self, state: Sequence[SlabState]) -> tuple[Snapshot, dict[str, Any]]:
+    def take(
+        self, state: Sequence[SlabState], since: Mark | None = None
+    ) -> tuple[Snapshot, dict[str, Any]]:
         """Begins a snapshot of the rows as they are now; training may go on.
 
         Somebody has to go through `Snapshot.records` in another thread, and to call its
@@ -59,6 +83,8 @@ class Snapshots:
 
         Args:
           state: of the tables, after the last step.
+          since: `Snapshot.mark` of an earlier one: only the rows that have changed since
+            are read, if it is known which these are and they are less than half of all.
 
         Returns:
           It, and what it is of, as JSON has it; counts of keys without a row are in
@@ -68,20 +94,51 @@ class Snapshots:
           RuntimeError: if planning is ahead, and nobody has announced the snapshot.
         """
         outline = self._planner.outline()
-        snapshot = Snapshot(outline, self._mover.gather)
-        self._active.append(snapshot)
         described = describe(self._groups, outline, self._seed, self._planner.devices)
+        removed = None if since is None else self._narrow(outline, since)
+        snapshot = Snapshot(outline, self._mover.gather, removed)
+        self._active.append(snapshot)
         return snapshot, described
+
+    def _narrow(self, outline: Outline, since: Mark) -> list[Removed] | None:
+        """Leaves the rows out that have not changed; returns those that have left, or
+        None if it leaves out nothing."""
+        if self._changes is None:
+            return None
+        removed = self._planner.removed(since, outline.mark)
+        if not removed:
+            return None
+        changed = [
+            tier.device.changed(since.sequence, slots)
+            for tier, slots in zip(outline.tiers, self._changes, strict=True)
+        ]
+        late = sum(int(x.sum()) for x in changed) + sum(len(x[0]) for x in removed)
+        if late > sum(tier.count for tier in outline.tiers) / 2:
+            return None
+        for tier, own in zip(outline.tiers, changed, strict=True):
+            tier.narrow(since.sequence, own)
+        return [
+            (keys - tier.salts[tables], tables)
+            for tier, (keys, tables) in zip(outline.tiers, removed, strict=True)
+        ]
+
+    def forget(self, mark: Mark) -> None:
+        """Says that nobody will `take` a snapshot since a moment before this one."""
+        self._planner.drop_removals(mark)
 
     def protect(
         self, state: Sequence[SlabState], plans: Sequence[WaitingPlan], plan: Plan
     ) -> None:
         """Lets snapshots read what plans and the step of the last one overwrite."""
         self._active = [s for s in self._active if s.left and not s.is_closed]
-        if not self._active:
+        if not self._active and self._changes is None:
             return
         moves = [move for p in plans for move in p.moves]
         slots = [plan.arrays[f"{group.name}/slots"] for group in self._groups]
+        for g, changes in enumerate(self._changes or ()):
+            if changes is not None:
+                changes.reserve(int(plan.slots_used[g].max()))
+                changes.note(plan.sequence, written_slots(g, moves, slots[g]))
         for snapshot in self._active:
             snapshot.protect(state, moves, slots)
 
@@ -94,7 +151,7 @@ class Snapshots:
         *,
         ignore: Sequence[str] = (),
         cast: bool = False,
-    ) -> tuple[SlabState, ...]:
+    ) -> tuple[tuple[SlabState, ...], Mark | None]:
         """Puts the rows of a snapshot into a collection that has none.
 
         The collection may lie on another mesh, in other tiers and placements; shared
@@ -108,7 +165,8 @@ class Snapshots:
           ignore, cast: as of `Restoring`.
 
         Returns:
-          The state with the rows.
+          The state with the rows; and `Snapshot.mark` of the snapshot, for `take`, unless
+          the rows are other ones here.
 
         Raises:
           ValueError: for a snapshot of other tables; all differences are listed.
@@ -131,8 +189,13 @@ class Snapshots:
             g["tables"] for g in described["groups"]
         ] == [[t.spec.name for t in g.tables] for g in self._groups]
         sizes = sizes_of(described) if same else {}
-        planner.adopt({**described, "sizes": sizes}, counts)
-        return tuple(slabs)
+        mark = planner.adopt({**described, "sizes": sizes}, counts)
+        layout = [
+            {name: group[name] for name in ("name", "tables", "leaves")}
+            for group in described["groups"]
+        ]
+        alike = layout == layout_of(self._groups) and not ignore
+        return tuple(slabs), mark if alike else None
 
     def _adopt(self, slab: SlabState, own: TableRecords) -> SlabState:
         """Puts rows of one table where there is room for them."""

@@ -37,7 +37,12 @@ def attempt(folder: Path, name: str) -> None:
     )
     source = loader(run, batches(STEPS, keys=KEYS), 4)
     with Checkpointer(
-        folder / name, interval=4, collection=run.collection, loader=source, last=STEPS
+        folder / name,
+        interval=4,
+        full_every=3,
+        collection=run.collection,
+        loader=source,
+        last=STEPS,
     ) as checkpointer:
         step = 0
         for found in checkpointer.steps():

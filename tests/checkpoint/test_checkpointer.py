@@ -40,16 +40,16 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("mesh", "kind", "policy", "window"),
+    ("mesh", "kind", "policy", "window", "full_every"),
     [
-        ("1x1", "disk", "evict", 3),
-        ("8x1", "disk", "count", 7),
-        ("8x1", "RAM", "show_click", 1),
-        ("1x1", "devices", "filter", 50),
-        ("4x2", "devices", "none", 4),
+        ("1x1", "disk", "evict", 3, 3),
+        ("8x1", "disk", "count", 7, 9),
+        ("8x1", "RAM", "show_click", 1, 2),
+        ("1x1", "devices", "filter", 50, 1),
+        ("4x2", "devices", "none", 4, 9),
     ],
 )
-def test_resuming_changes_no_bit(mesh, kind, policy, window, tmp_path):
+def test_resuming_changes_no_bit(mesh, kind, policy, window, full_every, tmp_path):
     made = batches(STEPS)
     more = {"item": POLICIES[policy]}
 
@@ -58,10 +58,11 @@ def test_resuming_changes_no_bit(mesh, kind, policy, window, tmp_path):
 
     whole, half = run("a"), run("b")
     train(whole, made, window, tmp_path / "whole", interval="none")
-    train(half, made, window, tmp_path / "ckpt", stop=25)
+    how = {"full_every": full_every}
+    train(half, made, window, tmp_path / "ckpt", stop=25, **how)
     half.collection.close()
     again = run("c")
-    assert train(again, made, window, tmp_path / "ckpt", resume=True) == 18
+    assert train(again, made, window, tmp_path / "ckpt", resume=True, **how) == 18
     assert_same(whole, again)
     for table in ("user", "item"):
         keys = [np.sort(x.collection.keys(table)) for x in (whole, again)]

@@ -118,12 +118,13 @@ def test_empty_folders(tmp_path, capsys):
     path = str(tmp_path)
     assert call(capsys, "inspect", path) == (0, "no steps\n", "")
     assert call(capsys, "prune", path, "--keep", "1") == (0, "steps left: none\n", "")
-    message = f"error: there are no steps in {path!r} to verify. Give the folder that"
-    code, out, err = call(capsys, "verify", path)
-    assert (code, out) == (2, "") and err.startswith(message)
+    for command in ("verify", "compact"):
+        message = f"error: there are no steps in {path!r} to {command}. Give the folder"
+        code, out, err = call(capsys, command, path)
+        assert (code, out) == (2, "") and err.startswith(message)
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "prune"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "prune", "compact"])
 def test_a_folder_that_is_not_there(tmp_path, capsys, command):
     path = str(tmp_path / "gone")
     more = ["--keep", "1"] if command == "prune" else []

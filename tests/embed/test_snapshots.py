@@ -76,7 +76,7 @@ class Taken:
     def restored(self, *args, **options) -> Run:
         """A new run that goes on from it."""
         run = Run(*args, **options)
-        slabs = run.collection.snapshots.restore(
+        slabs, _ = run.collection.snapshots.restore(
             run.state.tables, self.described, self.records, self.counts
         )
         slabs = tuple(
