@@ -1,7 +1,9 @@
 """Programs that go on after they were stopped: the same bits as if they never had been."""
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,6 +109,34 @@ def test_lm_goes_on_to_the_bit(stage, tmp_path, monkeypatch):
         lm.main(lm.from_anything(saving))
     found = lm.main(lm.from_anything(saving))
     assert comparable(found) == comparable(whole)
+    if stage == 3:  # the same weights on another mesh, at another stage
+        more = {"mesh": "1x2", "zero": 1, "steps": 66}
+        steps = Path(shutil.copytree(tmp_path, tmp_path / "copy"))
+        moved = saving | more | {"checkpoint": {"dir": str(steps)}}
+        there = lm.main(lm.from_anything(saving | {"steps": 66}))
+        elsewhere = lm.main(lm.from_anything(moved))
+        assert elsewhere["eval/loss"] == pytest.approx(there["eval/loss"], rel=1e-5)
+
+
+def test_a_disk_that_is_full_does_not_end_a_run(tmp_path, monkeypatch, caplog):
+    commit, calls = StepFolder.commit, []
+
+    def full(self, step, *args):
+        calls.append(step)
+        if step == 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        commit(self, step, *args)
+
+    monkeypatch.setattr(StepFolder, "commit", full)
+    saving = {"checkpoint": {"dir": str(tmp_path / "steps"), "interval": "10"}}
+    result = lm.main(lm.from_anything(LM | {"steps": 30} | saving))
+    assert calls == [10, 20, 30]
+    assert "a save has failed, and training goes on: [Errno 28]" in caplog.text
+    folder = StepFolder(tmp_path / "steps", write=False)
+    assert folder.steps() == [10, 30]
+    for step in folder.steps():
+        folder.verify(step)
+    assert result["checkpoint/failures"] == 1
 
 
 def test_sigterm_saves_and_ends_with_its_code_and_the_same_command_goes_on(tmp_path):

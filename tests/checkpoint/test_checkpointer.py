@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from shardjax.checkpoint import Checkpointer, CorruptCheckpointError
+from shardjax.embed.disk_rows import DiskRows
 from shardjax.embed.snapshot import Snapshot
 from tests.embed.test_snapshots import POLICIES, loader, storage_of
 from tests.embed.test_tiers import Run, assert_same, batches
@@ -71,6 +72,44 @@ def test_resuming_changes_no_bit(mesh, kind, policy, window, full_every, tmp_pat
         assert checkpointer.steps() == [18, 27, 36]
         for step in checkpointer.steps():
             checkpointer.verify(step)
+    for x in (whole, again):
+        x.collection.close()
+
+
+def test_a_save_while_files_are_merged(tmp_path, monkeypatch):
+    made = batches(STEPS, keys=1500, power=0.3)
+    merge, hold = DiskRows._compact, DiskRows.hold
+    merging, held, found = threading.Event(), threading.Event(), []
+
+    def slow(self, *args, **how):
+        merging.set()
+        assert held.wait(60)
+        merge(self, *args, **how)
+
+    def watched(self):
+        assert self._compacting is None and len(self.segments) > 1
+        self._compacting = self._compactor.submit(self._compact, list(self.segments))
+        assert merging.wait(60)
+        found.append(len(self))
+        parts = hold(self)
+        held.set()
+        return parts
+
+    def run(name):
+        return Run("1x1", "adam", storage_of("disk", tmp_path / name), 4)
+
+    whole, half = run("a"), run("b")
+    train(whole, made, 4, tmp_path / "whole", interval="none")
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskRows, "_compact", slow)
+        patch.setattr(DiskRows, "hold", watched)
+        train(half, made, 4, tmp_path / "ckpt", interval=20, stop=25)
+    assert half.collection.planner.tiers[0].disk.compactions
+    assert len(found) == 1 and found[0] > 0
+    half.collection.close()
+    again = run("c")
+    assert train(again, made, 4, tmp_path / "ckpt", interval=20, resume=True) == 20
+    assert_same(whole, again)
     for x in (whole, again):
         x.collection.close()
 
