@@ -83,7 +83,13 @@ def update_on_host(
       The new parameters and state, where the old ones lie.
     """
     kept, shared = optimizer.split(opt_state)
-    back = to_host if plan.offload == "all" else lambda params: params
+    params_far = plan.offload == "all"
+
+    def near(params):
+        return to_device(params) if params_far else params
+
+    def back(params):
+        return to_host(params) if params_far else params
 
     def update(grads, kept, params):
         new, new_kept, new_shared = optimizer.update(grads, kept, shared, params)
@@ -91,14 +97,15 @@ def update_on_host(
 
     def body(_, layers):
         grads, kept, params = layers
-        layer = grads, *to_device((kept, params))
+        layer = grads, to_device(kept), near(params)
         new, kept, _ = update(*jax.tree.map(lambda x: x[None], layer))
         new, kept = jax.tree.map(lambda x: x[0], (new, kept))
         return None, (back(new), to_host(kept))
 
     others = find_others(plan)
-    near = to_device([only(others, x) for x in (kept, params)])
-    moved, new_kept, shared_after = update(only(others, grads), *near)
+    moved, new_kept, shared_after = update(
+        only(others, grads), to_device(only(others, kept)), near(only(others, params))
+    )
     moved, new_kept = back(moved), to_host(new_kept)
     for members in find_stacks(plan).values():
         layers = [only(members, x) for x in (grads, kept, params)]
