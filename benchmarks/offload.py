@@ -1,4 +1,4 @@
-"""Where the state of Adam lies: on the devices, in the host's memory, on disk.
+"""Where the state of Adam lies: on the devices, in the host's memory, on disk; and parameters.
 
     python benchmarks/offload.py
 
@@ -7,12 +7,14 @@ process, one step of each in turn:
 
 memory         state on the devices
 pinned_host    offload="opt_state"
+stage 3        state and parameters on the devices, in parts
+all            stage 3 with offload="all", parameters and state in the host's memory
 disk           DiskOptimizer, reading and writing in threads; files in the system's cache
 disk in turn   the same without threads: reads, updates and writes one after the other
 disk cold      as disk; before each step the files leave the system's cache
 
 Prints a table of medians, and as the last line JSON. On a CPU the host's memory is that of
-the devices: pinned_host shows only what the streamed update costs.
+the devices: pinned_host and all show only what it costs to stream.
 """
 
 import argparse
@@ -85,9 +87,14 @@ def main(a):
     folders: dict[str, str] = {}
     states, steps = {}, {}
     with contextlib.ExitStack() as stack:
-        for name, offload in (("memory", "none"), ("pinned_host", "opt_state")):
+        for name, stage, offload in (
+            ("memory", a.stage, "none"),
+            ("pinned_host", a.stage, "opt_state"),
+            ("stage 3", 3, "none"),
+            ("all", 3, "all"),
+        ):
             plan = zero.plan_zero(
-                params, tx, mesh, a.stage, blocks=["blocks"], offload=offload
+                params, tx, mesh, stage, blocks=["blocks"], offload=offload
             )
             states[name] = zero.init_state(params, tx, plan)
             steps[name] = zero.make_step(loss, tx, plan)

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -56,8 +55,8 @@ from shardjax import profiling, writers, zero
 from shardjax.mesh import as_mesh_shape
 from shardjax.models import gpt
 from shardjax.pacing import Pace
-from shardjax.precision import Precision
 from shardjax.remat import Remat
+from shardjax.zero.plan import check_offload
 
 log = logging.getLogger("experiments.lm")
 
@@ -94,8 +93,9 @@ class Config:
     remat: str = "none"
     """What is kept for the backward pass: none (all), full (layers' inputs), dots, sqrt,
     save:NAME,... or offload:NAME,... of block_in, attention, mlp_hidden."""
-    offload: Literal["none", "opt_state"] = "none"
-    """opt_state: the optimizer's state is in the host's memory between updates (adamw, sgd)."""
+    offload: Literal["none", "opt_state", "all"] = "none"
+    """What is in the host's memory between uses: opt_state, the optimizer's state (adamw,
+    sgd); all, that and the parameters, which come a layer at a time (--zero 3)."""
     precision: Literal["f32", "bf16", "f16"] = "f32"
     """What is computed in; parameters and optimizer are float32."""
     steps: int = 1500
@@ -127,6 +127,7 @@ class Config:
             raise ValueError(f"`seed` must be in [0, 2**31), got {self.seed}")
         if self.zero not in zero.STAGES:
             raise ValueError(f"`zero` must be one of {zero.STAGES}, got {self.zero}")
+        check_offload(self.offload, self.zero)
         Remat.parse(self.remat)
         trace_window(self.profile, self.out)
         check_resume(self.resume, self.checkpoint)
@@ -358,11 +359,10 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Predicts each held-out byte once, and returns its part of the result."""
         config = self.config
-        dtype = Precision.parse(config.precision).compute or jnp.float32
 
         @jax.jit
         def losses(params, batch):
-            return self._loss(jax.tree.map(lambda x: x.astype(dtype), params), batch)
+            return self._loss(zero.params_for_evaluation(self.plan, params), batch)
 
         total = weight = 0.0
         for batch in held_out_batches(
@@ -391,21 +391,24 @@ class Run:
         return round(profiling.mfu(flops, 1.0, devices, peak), 4)
 
     def bytes_per_device(self) -> dict[str, int]:
-        """Bytes on the first device: of the arrays there are, and of planned gradients."""
+        """Bytes on the first device: of the arrays there are, and of planned gradients;
+        and of its arrays in the host's memory."""
         device = self.mesh.devices.flat[0]
 
-        def size(tree) -> int:
+        def size(tree, on_host: bool = False) -> int:
             return sum(
                 shard.data.nbytes
                 for x in jax.tree.leaves(tree)
                 for shard in x.addressable_shards
                 if shard.device == device
+                and (x.sharding.memory_kind == "pinned_host") == on_host
             )
 
         return {
             "params": size(self.state.params),
             "grads": zero.estimate_memory(self.plan).grads,
             "opt_state": size(self.state.opt_state),
+            "host": size(self.state, on_host=True),
         }
 
 

@@ -54,7 +54,8 @@ class Config:
     stages: tuple[int, ...] = zero.STAGES
     """Of ZeRO."""
     offloads: tuple[str, ...] = ("none", "opt_state")
-    """Where the optimizer's state is: none (on the devices), opt_state (the host's memory)."""
+    """What is in the host's memory: none, opt_state (the optimizer's state), all (that and the
+    parameters, at stage 3 only)."""
     sequences: int = 1
     """Sequences per device and step."""
     seq_len: int = 1024
@@ -104,11 +105,16 @@ def main(config: Config) -> list[Row]:
 
 
 def cases(config: Config) -> Iterator[Row]:
-    """What identifies each row, in order: the topology and options of `lm.Config`."""
+    """What identifies each row, in order: the topology and options of `lm.Config`.
+
+    Stages that an offload is not for are left out.
+    """
     for topology in config.topologies:
         for size in config.sizes:
             for stage in config.stages:
                 for offload in config.offloads:
+                    if offload == "all" and stage != 3:
+                        continue
                     yield {
                         "topology": topology,
                         "size": size,
@@ -286,6 +292,8 @@ _COLUMNS = (
     "compiled in",
 )
 
+_OFFLOADS = {"none": "", "opt_state": ", offload", "all": ", offload all"}
+
 _TEXT = """# The language model's training step on TPUs that were not there
 
 Written by `python -m experiments.scale` on {date} with {versions}.
@@ -333,7 +341,7 @@ def _cells(row: Row) -> list[str]:
         row["mesh"],
         row["size"],
         f"{row['parameters'] / 1e6:,.1f} M",
-        f"{row['zero']}" + (", offload" if row["offload"] != "none" else ""),
+        f"{row['zero']}{_OFFLOADS[row['offload']]}",
         _gib(state),
         _gib(memory and memory["arguments"]),
         _gib(estimate["total"]),

@@ -4,12 +4,13 @@ What a layer computes is either kept until its gradient is due, computed once mo
 kept in the host's memory. `scan_layers` runs the layers and takes the choice by name:
 
 ========== =======================================================================
-none       everything is kept, gathered parameters apart
+none       everything is kept, gathered and brought parameters apart
 full       only each layer's input is kept
 dots       results of matrix products are kept; dots_no_batch: of those without
            batch dims
 sqrt       inputs of groups of layers are kept, of sqrt(layers) layers each, and
-           within a group full; sqrt:8 for groups of 8 (Chen et al. 2016)
+           within a group full; sqrt:8 for groups of 8 (Chen et al. 2016);
+           parameters in the host's memory come a group at a time
 save:A,B   what the model has named A or B by `checkpoint_name` is kept
 offload:A  what it has named A waits in the host's memory
 ========== =======================================================================
@@ -26,7 +27,7 @@ import jax
 from jax import checkpoint_policies as policies
 from jaxtyping import PyTree
 
-from shardjax.sharded import is_part
+from shardjax.sharded import bring, is_part
 
 KINDS = ("none", "full", "dots", "dots_no_batch", "sqrt", "save", "offload")
 
@@ -118,7 +119,8 @@ def scan_layers(
     inner = jax.checkpoint(body, prevent_cse=False)
 
     def group(carry, stacked):
-        return run(inner, carry, stacked)
+        # TPUs' compiler cannot slice an array of the host by group and layer
+        return run(inner, carry, jax.tree.map(bring, stacked, is_leaf=is_part))
 
     outer = jax.checkpoint(group, prevent_cse=False)
     return run(outer, carry, jax.tree.map(grouped, stacked))
@@ -158,7 +160,7 @@ def _checkpoint(choice: Remat, body, stacked):
 
 def _policy(choice: Remat):
     if choice.kind == "none":
-        return _all_but_gathered
+        return _all_but_params
     if choice.kind == "save":
         return policies.save_only_these_names(*choice.names)
     if choice.kind == "offload":
@@ -175,13 +177,13 @@ def _policy(choice: Remat):
     }[choice.kind]
 
 
-def _all_but_gathered(primitive, *_, **params) -> bool:
-    """Keeps everything but what gathers parameters, which is done once more."""
+def _all_but_params(primitive, *_, **params) -> bool:
+    """Keeps everything but what gathers parameters, or brings them from the host, which is
+    done once more."""
     jaxpr = params.get("call_jaxpr") or params.get("jaxpr")
     inner = () if jaxpr is None else equations(jaxpr)
-    return primitive.name != "all_gather" and all(
-        e.primitive.name != "all_gather" for e in inner
-    )
+    names = {primitive.name, *(e.primitive.name for e in inner)}
+    return not names & {"all_gather", "device_put"}
 
 
 def equations(jaxpr) -> Iterator[Any]:

@@ -10,9 +10,11 @@ gives to `shardjax.remat.scan_layers` (or to `jax.checkpoint`)::
 
 `gather` leaves plain arrays as they are, so the same model runs at every stage and without
 any. Its gradient goes back as parts: the transpose of an all-gather is a reduce-scatter.
+Parts in the host's memory are first brought to the device, those of one layer at a time;
+their gradients stay on the device.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +30,7 @@ class PartSpec:
     Counted so, what is said of a stack of layers holds for one layer too.
 
     Attributes:
-      dim: that is split, negative.
+      dim: that is split, negative; None for an array that each device has whole.
       axes: mesh axes that it is split over, major first.
       auto: (dim, mesh axis or axes) of what tensor parallelism splits besides.
       auto_axes: mesh axes that the compiler partitions over, if any.
@@ -36,7 +38,7 @@ class PartSpec:
       reduce_dtype: that gradients are summed in, None for that of the parts.
     """
 
-    dim: int
+    dim: int | None
     axes: tuple[str, ...]
     auto: tuple[tuple[int, Any], ...] = ()
     auto_axes: tuple[str, ...] = ()
@@ -44,17 +46,27 @@ class PartSpec:
     reduce_dtype: Any = None
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["local"], meta_fields=["spec"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["local", "stand_in"],
+    meta_fields=["spec"],
+)
 @dataclass(frozen=True)
 class Part:
-    """A device's part of a parameter, inside `jax.shard_map`."""
+    """A device's part of a parameter, inside `jax.shard_map`.
+
+    Its gradient is that of `local`; of a part in the host's memory, whose gradient shall
+    not be there, that of `stand_in`.
+    """
 
     local: jax.Array  # this device's part, in the dtype of the parameter
     spec: PartSpec = field(compare=False)
+    stand_in: jax.Array | None = None  # any numbers like `local`, on the device
 
     def __jax_array__(self):
         raise TypeError(
-            "a parameter must be whole where it is computed with, got a device's part of"
+            "a parameter must be whole and on the device where it is computed with, got a"
+            " device's part of"
             f" shape {self.local.shape}. Call shardjax.gather(params) on the parameters"
             " of a layer before using them, or leave the layer out of `blocks`"
         )
@@ -69,10 +81,11 @@ def gather(tree: PyTree) -> PyTree:
     """Makes parameters whole: gathers parts, leaves all else as it is.
 
     Args:
-      tree: parameters as a loss gets them; arrays, or parts of them at ZeRO stage 3.
+      tree: parameters as a loss gets them; arrays, or parts of them at ZeRO stage 3, on
+        the device or in the host's memory.
 
     Returns:
-      The same tree with an array for each part.
+      The same tree with an array on the device for each part.
 
     Example:
       >>> gather({"w": jnp.ones((2, 3))})["w"].shape
@@ -80,18 +93,40 @@ def gather(tree: PyTree) -> PyTree:
     """
 
     def whole(x):
-        return gather_part(x.spec, x.local) if is_part(x) else x
+        if not is_part(x):
+            return x
+        if x.stand_in is not None:
+            return _bring_part(x.spec, x.local, x.stand_in)
+        return gather_part(x.spec, to_device(x.local))
 
     return jax.tree.map(whole, tree, is_leaf=is_part)
+
+
+def bring(x: Any) -> Any:
+    """A part on the device, wherever it lies; what is no part as it is. Inside jit."""
+    return replace(x, local=to_device(x.local)) if is_part(x) else x
+
+
+def to_device(tree: PyTree) -> PyTree:
+    """Arrays in the memory of the devices, wherever they lie; inside jit."""
+    return jax.device_put(tree, jax.memory.Space.Device)
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """Arrays in the memory of the host, wherever they lie; inside jit."""
+    return jax.device_put(tree, jax.memory.Space.Host)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gather_part(spec: PartSpec, local: jax.Array) -> jax.Array:
     """The whole of an array; its gradient is the sum over the devices, in parts."""
     local = local if spec.dtype is None else local.astype(spec.dtype)
+    dim = spec.dim
+    if dim is None:
+        return local
 
     def whole(x):
-        return jax.lax.all_gather(x, spec.axes, axis=x.ndim + spec.dim, tiled=True)
+        return jax.lax.all_gather(x, spec.axes, axis=x.ndim + dim, tiled=True)
 
     specs = [_auto_spec(spec.auto, local.ndim)]
     return over_auto_axes(lambda x: (whole(x),), specs, spec.auto_axes)(local)[0]
@@ -145,6 +180,8 @@ def _gather_forward(spec, local):
 
 
 def _gather_backward(spec, like, grad):
+    if spec.dim is None:
+        return (grad.astype(like.dtype),)
     dtype = like.dtype if spec.reduce_dtype is None else spec.reduce_dtype
     part = scatter_sum(
         grad.astype(dtype), spec.dim, spec.axes, spec.auto, spec.auto_axes
@@ -153,3 +190,25 @@ def _gather_backward(spec, like, grad):
 
 
 gather_part.defvjp(_gather_forward, _gather_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _bring_part(spec: PartSpec, local: jax.Array, stand_in: jax.Array) -> jax.Array:
+    """The whole of an array of the host, on the device; the gradient is `stand_in`'s.
+
+    JAX asks for the gradient of an array of the host in the host's memory, and for none of
+    an array that nothing is differentiated by. `stand_in` is not read, so the compiler
+    never makes it.
+    """
+    return gather_part(spec, to_device(local))
+
+
+def _bring_forward(spec, local, stand_in):
+    return _bring_part(spec, local, stand_in), jnp.zeros((0,), stand_in.dtype)
+
+
+def _bring_backward(spec, like, grad):
+    return None, *_gather_backward(spec, like, grad)
+
+
+_bring_part.defvjp(_bring_forward, _bring_backward)

@@ -51,7 +51,7 @@ def test_the_result_has_what_it_promises(text, tmp_path):
     assert 0.3 < result["eval/bits_per_byte"] < 3  # 0.5 is what the words leave open
     for name in ("tokens_per_s", "mfu", "seconds", "train_seconds"):
         assert result[name] > 0
-    assert set(result["bytes_per_device"]) == set(KINDS)
+    assert set(result["bytes_per_device"]) == {*KINDS, "host"}
     files = {p.name for p in tmp_path.iterdir()}
     assert {"config.json", "metrics.jsonl", "curves.png", "result.json"} <= files
     assert json.loads((tmp_path / "result.json").read_text()) == result
@@ -73,7 +73,7 @@ def test_every_stage_and_mesh_gives_the_same_curve(text):
     others = [
         {"mesh": "8x1", "zero": 3},
         {"mesh": "4x2", "zero": 1, "microbatches": 2},
-        {"mesh": "2x2", "zero": 3, "remat": "full"},
+        {"mesh": "2x2", "zero": 3, "remat": "full", "offload": "all"},
     ]
     for other in others:
         found = run(text, steps=6, **other)
@@ -84,6 +84,7 @@ def test_every_stage_and_mesh_gives_the_same_curve(text):
             size = found["bytes_per_device"][kind]
             split = kind == "opt_state" or other["zero"] == 3 or other["mesh"] == "4x2"
             assert size < plain["bytes_per_device"][kind] or not split
+        assert (found["bytes_per_device"]["host"] > 0) == ("offload" in other)
 
 
 def test_the_same_command_gives_the_same_digits(text):
@@ -146,6 +147,7 @@ def _run_program(*args):
         ({"seed": -1}, "`seed` must be in"),
         ({"mesh": "8"}, "must be DATAxMODEL, two positive integers, got '8'"),
         ({"size": "huge"}, "'size' must be .* got 'huge'"),
+        ({"offload": "all"}, "`offload` 'all' needs ZeRO stage 3, .* got stage 2"),
         ({"remat": "some"}, "`remat` must be one of .* got 'some'"),
         (
             {"mesh": "4x1", "microbatches": 3},

@@ -77,6 +77,7 @@ def test_rows_become_lines_of_the_table(monkeypatch):
             asked(zero=3) | ROW | {"unknown": 2},
             asked(topology="2*v5e:2x4", offload="opt_state") | too_large,
             asked() | too_large | {"needed": None, "refused": "No such slices yet"},
+            asked(zero=3, offload="all") | ROW,
         ]
     )
     lines = [line for line in text.splitlines() if line.startswith("| ")]
@@ -87,6 +88,8 @@ def test_rows_become_lines_of_the_table(monkeypatch):
         " | does not fit: needs 19.50 of 15.75 | 2.0 | - | 12 s |",
         "| v5e:2x4 | 8x1 | large | 2.0 M | 0 | 1.000 | - | 1.500 | - | 0.000"
         " | refused: No such slices yet | 2.0 | - | 12 s |",
+        "| v5e:2x4 | 8x1 | large | 2.0 M | 3, offload all | 1.000 | 1.000 | 1.500 | 2.000"
+        " | 0.250 | yes | 2.0 | 3.0 (1.50x) | 12 s |",
     ]
     assert "1 sequence\nof 1024 bytes per device, precision bf16, remat full" in text
 
@@ -103,6 +106,12 @@ def test_rows_of_a_file_are_not_made_again(monkeypatch, tmp_path):
     assert made == [0, 3, 1]
     assert [row["zero"] for row in rows] == [3, 1, 0]
     assert files["out"].read_text().count("| v5e:2x4 |") == 3
+
+
+def test_parameters_are_offloaded_at_stage_3_only():
+    config = scale.Config(topologies=("v5e:2x4",), offloads=("none", "all"))
+    found = [(row["zero"], row["offload"]) for row in scale.cases(config)]
+    assert found == [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "all")]
 
 
 @pytest.mark.parametrize("text", ["v5e", "2x4", "0*v5e:2x4", "v5e:2x4*2", "v5e:2x"])

@@ -9,6 +9,7 @@ from shardjax.zero.disk_file import DiskStateError as DiskStateError, Traffic as
 from shardjax.zero.disk_state import DiskOptimizer as DiskOptimizer
 from shardjax.zero.disk_step import make_disk_step as make_disk_step
 from shardjax.zero.gradients import Loss as Loss, make_gradients as make_gradients
+from shardjax.zero.offload import params_for_evaluation as params_for_evaluation
 from shardjax.zero.piecewise import PiecewiseError as PiecewiseError
 from shardjax.zero.plan import (
     OFFLOADS as OFFLOADS,

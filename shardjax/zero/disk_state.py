@@ -86,7 +86,7 @@ class DiskOptimizer:
         if plan.offloaded:
             raise ValueError(
                 "a DiskOptimizer needs a plan with offload='none', as the state lies on"
-                " disk, got one with offload='opt_state'"
+                f" disk, got one with offload={plan.offload!r}"
             )
         self.plan = plan
         self._leaves: list[LeafPlan] = [p for p in plan.leaves if p.trained]

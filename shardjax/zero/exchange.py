@@ -7,9 +7,17 @@ all but `manual_specs` run inside `jax.shard_map`, which is manual over the plan
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from shardjax.partition import entry_axes
-from shardjax.sharded import Part, gather_part, over_auto_axes, scatter_sum
+from shardjax.sharded import (
+    Part,
+    PartSpec,
+    gather_part,
+    over_auto_axes,
+    scatter_sum,
+    to_device,
+)
 from shardjax.zero.plan import ZeroPlan
 
 Leaves = list[Any]
@@ -32,9 +40,16 @@ def manual_specs(plan: ZeroPlan) -> tuple[Leaves, Leaves]:
 
 
 def params_for_loss(plan: ZeroPlan, params: Leaves) -> Leaves:
-    """Parameters as a loss gets them: whole, or in parts where its layers gather them."""
+    """Parameters as a loss gets them: whole, or in parts where its layers gather them.
+
+    Those that stream are still in the host's memory; others that lie there are brought.
+    """
 
     def one(leaf, x):
+        if leaf.streamed:
+            whole = PartSpec(None, (), dtype=plan.precision.compute)
+            return Part(x, leaf.part or whole)
+        x = to_device(x) if leaf.on_host else x
         if leaf.part is None or plan.stage != 3:
             return x
         return Part(x, leaf.part) if leaf.in_block else gather_part(leaf.part, x)
@@ -43,8 +58,14 @@ def params_for_loss(plan: ZeroPlan, params: Leaves) -> Leaves:
 
 
 def trained_leaves(plan: ZeroPlan, params: Leaves) -> Leaves:
-    """What is differentiated; None for the rest."""
-    return [x if p.trained else None for p, x in zip(plan.leaves, params, strict=True)]
+    """What is differentiated, on the devices; None for the rest."""
+
+    def one(leaf, x):
+        if leaf.streamed:
+            return jnp.zeros(x.local.shape, x.local.dtype)
+        return x if leaf.trained else None
+
+    return [one(p, x) for p, x in zip(plan.leaves, params, strict=True)]
 
 
 def in_compute_dtype(plan: ZeroPlan, trained: Leaves, params: Leaves) -> Leaves:
@@ -54,6 +75,8 @@ def in_compute_dtype(plan: ZeroPlan, trained: Leaves, params: Leaves) -> Leaves:
     def one(leaf, t, x):
         if not leaf.trained:
             return x
+        if leaf.streamed:
+            return Part(x.local, x.spec, t)
         return t if isinstance(t, Part) or compute is None else t.astype(compute)
 
     return [one(*each) for each in zip(plan.leaves, trained, params, strict=True)]
@@ -72,7 +95,8 @@ def scatter_gradients(plan: ZeroPlan, grads: Leaves) -> Leaves:
 
     def one(leaf, grad):
         if leaf.in_block:
-            return grad.local  # summed and split by the transpose of its gather
+            # summed and split by the transpose of its gather
+            return grad.local if isinstance(grad, Part) else grad
         if grad is None or leaf.part is None or not plan.stage:
             return grad
         part = leaf.part

@@ -19,6 +19,7 @@ from shardjax.zero.exchange import (
     sum_whole_gradients,
     trained_leaves,
 )
+from shardjax.zero.offload import scale_gradients
 from shardjax.zero.plan import ZeroPlan
 
 Loss = Callable[..., tuple[jax.Array, jax.Array]]
@@ -71,8 +72,7 @@ def make_gradients(
             grads = scatter_gradients(plan, grads)
         grads = sum_whole_gradients(plan, grads)
         mean = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
-        grads = [None if g is None else g * mean.astype(g.dtype) for g in grads]
-        return total * mean, weight, grads
+        return total * mean, weight, scale_gradients(plan, grads, mean)
 
     manual = set(plan.mesh.axis_names) - set(plan.auto_axes)
     specs, grad_specs = manual_specs(plan)

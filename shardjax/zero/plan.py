@@ -21,7 +21,7 @@ left to it. A leaf of which no dim divides stays whole, and the plan says so.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ from shardjax.zero.opt_state import opt_state_specs
 from shardjax.zero.piecewise import Piecewise, split_piecewise
 
 STAGES = (0, 1, 2, 3)
-OFFLOADS = ("none", "opt_state")
+OFFLOADS = ("none", "opt_state", "all")
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class LeafPlan:
       stacked: whether its leading dim is that of layers, which nothing splits.
       trained: False for leaves that are no floats, which the optimizer never sees.
       reason: why it lies so.
+      on_host: whether it is in the host's memory between steps.
     """
 
     path: str
@@ -75,6 +76,12 @@ class LeafPlan:
     stacked: bool
     trained: bool
     reason: str
+    on_host: bool = False
+
+    @property
+    def streamed(self) -> bool:
+        """Whether it is brought from the host's memory a layer at a time."""
+        return self.on_host and self.stacked and self.shape[0] > 0
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +105,7 @@ class ZeroPlan:
       abstract_opt_state: its shapes and dtypes.
       precision: dtypes to store, compute and reduce in.
       offloaded: the optimizer, if the host keeps its state between steps.
+      offload: what the host keeps, one of `OFFLOADS`.
     """
 
     mesh: Mesh
@@ -110,6 +118,7 @@ class ZeroPlan:
     abstract_opt_state: PyTree
     precision: Precision
     offloaded: Piecewise | None = None
+    offload: str = "none"
 
     @property
     def parts(self) -> int:
@@ -161,11 +170,16 @@ def plan_zero(
       precision: dtypes; a `Precision` or its name.
       tolerance: share of the parameters' bytes that may stay whole where the stage would
         split them; None for any.
+      offload: what is in the host's memory (pinned_host) between steps: "none", the
+        optimizer's state ("opt_state"), or that and the trained parameters ("all", at stage
+        3). What belongs to `blocks` is on the devices a layer at a time, in the forward
+        pass, the backward pass and the update; all else at once, where it is needed.
+        Gradients are on the devices.
 
     Raises:
-      ValueError: for an unknown stage, axis or offload, a rule or block pattern that
-        matches no leaf, a spec that does not fit, or more than `tolerance` left whole;
-        `PiecewiseError` for an optimizer that cannot be offloaded.
+      ValueError: for an unknown stage, axis or offload, parameters to offload below stage
+        3, a rule or block pattern that matches no leaf, a spec that does not fit, or more
+        than `tolerance` left whole; `PiecewiseError` for an optimizer that cannot be offloaded.
 
     Example:
       >>> import shardjax as sj
@@ -180,8 +194,7 @@ def plan_zero(
         raise ValueError(f"`min_bytes` must not be negative, got {min_bytes}")
     if tolerance is not None and not 0 <= tolerance <= 1:
         raise ValueError(f"`tolerance` must be in [0, 1] or None, got {tolerance}")
-    if offload not in OFFLOADS:
-        raise ValueError(f"`offload` must be one of {OFFLOADS}, got {offload!r}")
+    check_offload(offload, stage)
     mesh, axes = make_mesh(mesh), tuple(axes)
     unknown = [axis for axis in axes if axis not in mesh.shape]
     if unknown or not axes:
@@ -200,10 +213,11 @@ def plan_zero(
     flat_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     auto_axes = tuple(a for a in mesh.axis_names if a not in axes and mesh.shape[a] > 1)
     chooser = _Chooser(mesh, stage, axes, auto_axes, blocks, min_bytes, precision)
-    leaves = tuple(
+    chosen = (
         chooser.plan(path, leaf, spec)
         for (path, leaf), spec in zip(named, flat_specs, strict=True)
     )
+    leaves = tuple(replace(p, on_host=offload == "all" and p.trained) for p in chosen)
     treedef = jax.tree.structure(abstract_params)
     trained = treedef.unflatten(
         [jax.ShapeDtypeStruct(p.shape, p.dtype) if p.trained else None for p in leaves]
@@ -222,10 +236,26 @@ def plan_zero(
         abstract_state,
         precision,
         None if offload == "none" else split_piecewise(tx, trained),
+        offload,
     )
     if tolerance is not None:
         _check_tolerance(plan, tolerance)
     return plan
+
+
+def check_offload(offload: str, stage: int) -> None:
+    """Refuses an unknown `offload`, or one that a stage does not have.
+
+    Raises:
+      ValueError: saying what can be given.
+    """
+    if offload not in OFFLOADS:
+        raise ValueError(f"`offload` must be one of {OFFLOADS}, got {offload!r}")
+    if offload == "all" and stage != 3:
+        raise ValueError(
+            "`offload` 'all' needs ZeRO stage 3, at which layers ask for their parameters"
+            f" one after the other, got stage {stage}. Give stage 3, or offload 'opt_state'"
+        )
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,16 @@ class MemoryEstimate:
     """Bytes on each device.
 
     Attributes:
-      params: between steps.
+      params: between steps, as far as they lie on the devices.
       grads: accumulated over microbatches, before the optimizer takes them.
       opt_state: of the optimizer, as far as it lies on the devices.
       gathered: parameters made whole for a while at stage 3: of one layer of the blocks,
-        and of everything outside of them.
-      streamed: offloaded state on the device for a while, old and new: of one layer of the
-        blocks, or of everything outside of them, whichever is more.
-      host: bytes in the host's memory for this device: offloaded state.
+        and of everything outside of them; with what is brought from the host for that.
+      streamed: what is offloaded, state or state and parameters, on the device for a while
+        in the update, old and new: of one layer of the blocks, or of everything outside of
+        them, whichever is more.
+      host: bytes in the host's memory for this device: offloaded state and parameters.
+      host_params: those of them that are parameters.
     """
 
     params: int
@@ -33,6 +35,7 @@ class MemoryEstimate:
     gathered: int
     streamed: int = 0
     host: int = 0
+    host_params: int = 0
 
     @property
     def total(self) -> int:
@@ -70,7 +73,8 @@ def estimate_memory(plan: ZeroPlan) -> MemoryEstimate:
       >>> estimate_memory(plan).params
       64
     """
-    params = sum(_local_bytes(plan, p.shape, p.dtype, p.spec) for p in plan.leaves)
+    params = sum(_param_bytes(plan, p) for p in plan.leaves if not p.on_host)
+    host_params = sum(_param_bytes(plan, p) for p in plan.leaves if p.on_host)
     grads = sum(
         _local_bytes(plan, p.shape, p.dtype, _grad_spec(plan, p))
         for p in plan.leaves
@@ -78,7 +82,13 @@ def estimate_memory(plan: ZeroPlan) -> MemoryEstimate:
     )
     opt_state, streamed, host = _state_bytes(plan)
     return MemoryEstimate(
-        params, grads, opt_state, _gathered_bytes(plan), streamed, host
+        params,
+        grads,
+        opt_state,
+        _gathered_bytes(plan),
+        streamed,
+        host + host_params,
+        host_params,
     )
 
 
@@ -128,7 +138,7 @@ def explain(plan: ZeroPlan, microbatches: int = 1) -> str:
         (
             p.path,
             f"{jnp.dtype(p.dtype).name if p.trained else p.dtype}{list(p.shape)}",
-            _spec_text(p.spec),
+            _spec_text(p.spec) + (", host" if p.on_host else ""),
             _spec_text(p.split_spec),
             p.reason + (", gathered in its layer" if p.in_block else ""),
         )
@@ -160,9 +170,11 @@ def explain(plan: ZeroPlan, microbatches: int = 1) -> str:
 
 
 def _host_line(memory: MemoryEstimate) -> str:
+    params = f"params {memory.host_params:,}, " if memory.host_params else ""
     return (
-        f"bytes in the host's memory per device: opt_state {memory.host:,}, of which"
-        f" streamed through the device {memory.streamed:,} at a time"
+        f"bytes in the host's memory per device: {params}opt_state"
+        f" {memory.host - memory.host_params:,}, of which streamed through the device"
+        f" {memory.streamed:,} at a time"
     )
 
 
@@ -181,7 +193,8 @@ def _grad_spec(plan: ZeroPlan, leaf: LeafPlan) -> PartitionSpec:
 
 
 def _state_bytes(plan: ZeroPlan) -> tuple[int, int, int]:
-    """Bytes of the optimizer's state: on the device, there for a while, on the host."""
+    """Bytes of the optimizer's state: on the device, on the host, and between them what is
+    there for a while, with the parameters that come with it."""
     specs = jax.tree.leaves(
         plan.opt_specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
@@ -194,8 +207,13 @@ def _state_bytes(plan: ZeroPlan) -> tuple[int, int, int]:
         return sum(sizes), 0, 0
     kept, shared = plan.offloaded.split(jax.tree.unflatten(plan.offloaded.state, sizes))
     of_param = [sum(k) for k in kept]
-    pieces = [sum(of_param[i] for i in find_others(plan))] + [
-        sum(of_param[i] for i in members) // layers
+    trained = [p for p in plan.leaves if p.trained]
+    moved = [
+        size + (_param_bytes(plan, p) if p.on_host else 0)
+        for size, p in zip(of_param, trained, strict=True)
+    ]
+    pieces = [sum(moved[i] for i in find_others(plan))] + [
+        sum(moved[i] for i in members) // layers
         for layers, members in find_stacks(plan).items()
     ]
     return sum(shared), 2 * max(pieces), sum(of_param)
@@ -206,10 +224,10 @@ def _gathered_bytes(plan: ZeroPlan) -> int:
         return 0
     layer = whole = 0
     for p in plan.leaves:
-        if p.part is None:
-            continue
-        size = _wire_size(plan, p, plan.precision.compute or p.dtype)
-        if p.in_block:
+        size = _param_bytes(plan, p) if p.on_host else 0
+        if p.part is not None:
+            size += _wire_size(plan, p, plan.precision.compute or p.dtype)
+        if p.in_block or p.streamed:
             layer += size // p.shape[0]
         else:
             whole += size
@@ -223,6 +241,11 @@ def _wire_size(plan: ZeroPlan, leaf: LeafPlan, dtype) -> float:
     if leaf.part is not None and plan.stage:
         parts //= plan.parts
     return int(np.prod(leaf.shape)) * itemsize(dtype) / parts
+
+
+def _param_bytes(plan: ZeroPlan, leaf: LeafPlan) -> int:
+    """Bytes of a device's part between steps."""
+    return _local_bytes(plan, leaf.shape, leaf.dtype, leaf.spec)
 
 
 def _local_bytes(plan: ZeroPlan, shape, dtype, spec) -> int:

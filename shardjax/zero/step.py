@@ -16,8 +16,9 @@ import optax
 from jaxtyping import PyTree
 
 from shardjax.precision import LossScale, all_finite, choose, init_scale, next_scale
+from shardjax.sharded import to_host
 from shardjax.zero.gradients import Loss, make_gradients
-from shardjax.zero.offload import init_on_host, update_on_host
+from shardjax.zero.offload import init_on_host, scale_gradients, update_on_host
 from shardjax.zero.opt_state import trained_only
 from shardjax.zero.plan import ZeroPlan
 
@@ -47,16 +48,19 @@ def state_shardings(plan: ZeroPlan) -> ZeroState:
             is_leaf=lambda x: isinstance(x, jax.P),
         )
 
+    def on_host(tree):
+        return jax.tree.map(lambda s: s.with_memory_kind("pinned_host"), tree)
+
     everywhere: Any = jax.NamedSharding(plan.mesh, jax.P())
     scale = jax.eval_shape(lambda: init_scale(plan.precision.scaling))
     opt_state = bind(plan.opt_specs)
     if plan.offloaded:
         kept, shared = plan.offloaded.split(opt_state)
-        kept = jax.tree.map(lambda s: s.with_memory_kind("pinned_host"), kept)
-        opt_state = plan.offloaded.join(kept, shared)
+        opt_state = plan.offloaded.join(on_host(kept), shared)
+    params = zip(plan.leaves, jax.tree.leaves(bind(plan.param_specs)), strict=True)
     return ZeroState(
         everywhere,
-        bind(plan.param_specs),
+        plan.tree(on_host(s) if leaf.on_host else s for leaf, s in params),
         opt_state,
         jax.tree.map(lambda _: everywhere, scale),
     )
@@ -107,6 +111,10 @@ def init_state(
 
     def init(params):
         params = make() if make else jax.tree.map(jnp.copy, params)
+        params = plan.tree(
+            to_host(x) if leaf.on_host else x
+            for leaf, x in zip(plan.leaves, jax.tree.leaves(params), strict=True)
+        )
         return ZeroState(
             jnp.zeros([], jnp.int32),
             params,
@@ -253,7 +261,8 @@ def make_clipped_gradients(
         info = {"loss": value, "weight": weight, "grad_norm": norm}
         if clip_norm is not None:
             shrink = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
-            grads = jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
+            each = plan.treedef.flatten_up_to(grads)
+            grads = plan.tree(scale_gradients(plan, each, shrink))
         if scale is None:
             return grads, info, None
         finite = all_finite(grads)
@@ -334,11 +343,14 @@ def check_placed(plan: ZeroPlan, params: PyTree) -> None:
     Raises:
       ValueError: naming the first that does not.
     """
-    for leaf, x in zip(plan.leaves, jax.tree.leaves(params), strict=True):
-        wanted = jax.NamedSharding(plan.mesh, leaf.spec)
+    shardings = jax.tree.leaves(state_shardings(plan).params)
+    for leaf, x, wanted in zip(
+        plan.leaves, jax.tree.leaves(params), shardings, strict=True
+    ):
         if not x.sharding.is_equivalent_to(wanted, x.ndim):
+            memory = " in the host's memory" if leaf.on_host else ""
             raise ValueError(
                 f"the parameter {leaf.path} must lie as the plan of the step says,"
-                f" {wanted.spec} on {plan.mesh.shape}, got {x.sharding}. Make the state and"
-                " the step with the same plan"
+                f" {wanted.spec}{memory} on {plan.mesh.shape}, got {x.sharding}. Make the"
+                " state and the step with the same plan"
             )
