@@ -61,7 +61,8 @@ def test_stages(stage, between, updated):
 def test_the_dim_that_is_split(shape, dim, reason):
     plan = zero.plan_zero(shapes(w=shape), ADAM, sj.make_mesh("8x1"), 1, min_bytes=16)
     leaf = leaf_of(plan, "w")
-    assert (None if leaf.part is None else leaf.part.dim + len(shape)) == dim
+    found = None if leaf.part is None or leaf.part.dim is None else leaf.part.dim
+    assert (None if found is None else found + len(shape)) == dim
     assert re.match(reason, leaf.reason)
 
 
