@@ -15,6 +15,7 @@ _SLACK = (
 )
 _RECENT = 4  # ... after each of so many saves,
 _FALL = 2.0  # or at once if below by this factor
+_SOON = 5  # times as many steps as it takes to write are enough after the first save
 _WEIGHT = 0.3  # of the newest save in the averages, once there are a few
 _JUMP = 1.5  # a value this many times the average is no noise
 _LEAST = ("steps", "saves")  # figures that only count once all processes have them
@@ -139,6 +140,9 @@ class AutoInterval:
 
     def _follow(self, figures: dict[str, float], saves: int) -> int:
         need, steps = needs(figures, self._max_overhead, self._mtbf), self.steps
+        if saves == 1:  # it may have compiled, and tells too much then
+            soon = _SOON * (figures["write_s"] / figures["step_s"] + 1)
+            need = Needs(min(need.least, soon), need.most)
         if saves <= 2 or math.ceil(need.least * _FALL) < steps:
             self._recent.clear()  # the first save may have compiled
         self._recent.append(need)

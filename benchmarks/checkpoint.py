@@ -1,0 +1,426 @@
+"""What a checkpoint costs: training with and without, and other ways to save the same state.
+
+    python benchmarks/checkpoint.py
+
+The DLRM step of benchmarks/ctr.py with 10 M rows of 16 floats and row-wise Adagrad's one, all
+known beforehand. First `interval="auto"` tunes itself. Then, by turns in one process, as many
+steps as it has chosen run with a save at their start and without one: what saves cost is the
+difference. After that the same state is saved by an Orbax save that is waited for, by Orbax in
+the background and by numpy.savez (torch.save, where torch is installed), each followed by steps
+as before; a plain writer and a save without training tell the bandwidth; steps that touch one
+row in twenty come before an increment; and the state is read again. Prints tables, and as the
+last line JSON.
+"""
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+import zipf  # noqa: E402
+from ctr import NAMES  # noqa: E402
+from larger_than_ram import memory  # noqa: E402
+from zipf import DENSE, DIM  # noqa: E402
+
+MB = 1e6
+
+
+class Peak:
+    """The greatest memory that is no file's, above what there was at first, in a context."""
+
+    def __enter__(self):
+        self._stop = threading.Event()
+        self._base = self.bytes = memory(os.getpid())["RssAnon"]
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self):
+        while not self._stop.wait(0.05):
+            self.bytes = max(self.bytes, memory(os.getpid())["RssAnon"])
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+        self.above = self.bytes - self._base
+
+
+class Run:
+    """Training on batches that repeat, prepared as they are due."""
+
+    def __init__(self, a):
+        import jax
+        import optax
+        from flax import nnx
+
+        import shardjax as sj
+        from shardjax import data, embed, models, train
+        from shardjax.network import from_nnx
+        from shardjax.state import init_state
+
+        self.jax, self.train = jax, train
+        self.rows = a.rows
+        self.mesh = sj.make_mesh(a.mesh)
+        tables = {
+            n: embed.FeatureSpec(
+                embed.TableSpec(n, DIM, optimizer=embed.rowwise_adagrad(0.05))
+            )
+            for n in NAMES
+        }
+        self.collection = embed.EmbeddingCollection(
+            tables, mesh=self.mesh, initial_rows=a.rows // self.mesh.size + 20_000
+        )
+        network = from_nnx(
+            models.DLRM(features=NAMES, n_dense=DENSE, dim=DIM, rngs=nnx.Rngs(0))
+        )
+        tx = optax.adam(1e-3)
+        self.state = init_state(network, tx, self.collection)
+        self.step = train.make_train_step(
+            network, tx, self.collection, microbatch_size=512
+        )
+        self.made = [
+            data.Batch(labels, dense, ids.astype(np.uint64), NAMES)
+            for dense, ids, labels in zipf.batches(a.rows, a.batch, 64)
+        ]
+        self.taken = 0
+        self.labels = self.made[0].labels
+
+    def know_all(self):
+        """Gives all keys their rows."""
+        size, chunk = zipf.table_rows(self.rows), 20_000
+        for start in range(0, size, chunk):
+            keys = np.arange(start, min(start + chunk, size), dtype=np.uint64)
+            plan = self.collection.plan(
+                dict.fromkeys(NAMES, keys), len(keys), train=True
+            )
+            tables = self.collection.apply_fills(self.state.tables, plan)
+            self.state = self.state.replace(tables=tables)
+            self.jax.block_until_ready(tables)
+        self.collection.planner.forget_sizes()
+
+    def steps(self, n, after=lambda: None, made=None):
+        """Takes n steps; returns seconds."""
+        made = self.made if made is None else made
+        recent, start = [], time.perf_counter()
+        for _ in range(n):
+            batch = made[self.taken % len(made)]
+            prepared = self.train.prepare(self.collection, batch, train=True)
+            self.state, info = self.step(self.state, prepared)
+            self.taken += 1
+            recent = [*recent[-2:], info["loss"]]
+            self.jax.block_until_ready(recent[0])
+            after()
+        self.jax.block_until_ready(recent)
+        return time.perf_counter() - start
+
+    def touching(self, share):
+        """Batches with each key of a part of all once."""
+        from shardjax import data
+
+        size = zipf.table_rows(self.rows)
+        keys = np.random.default_rng(0).permutation(size)[: int(size * share)]
+        keys = keys.astype(np.uint64)
+        batch = len(self.labels)
+        return [
+            data.Batch(
+                self.labels,
+                self.made[0].dense,
+                np.tile(np.resize(keys[at : at + batch], batch), (len(NAMES), 1)),
+                NAMES,
+            )
+            for at in range(0, len(keys), batch)
+        ]  # fmt: skip
+
+
+def tune(run, folder, a):
+    """Trains with `interval="auto"` until it has saved a few times; returns its figures."""
+    from shardjax.checkpoint import Checkpointer
+
+    with Checkpointer(
+        folder / "auto", interval="auto", keep=1, collection=run.collection
+    ) as checkpointer:
+        checkpointer.maybe_save(0, run.state)
+        first, saves = run.taken, 0
+
+        def after():
+            nonlocal saves
+            saves += checkpointer.maybe_save(run.taken - first, run.state)
+
+        while saves < a.saves and run.taken - first < a.most_steps:
+            run.steps(1, after)
+        checkpointer.wait(run.state)
+        return checkpointer.policy.figures()
+
+
+def with_and_without(run, folder, interval, a):
+    """Seconds of `interval` steps with a save at their start, and without, by turns."""
+    from shardjax.checkpoint import Checkpointer
+
+    found = {"with": [], "without": [], "stall": [], "written": [], "memory": []}
+    with Checkpointer(folder / "turns", keep=1, collection=run.collection) as saving:
+
+        def without():
+            with Peak() as peak:
+                found["without"].append(run.steps(interval))
+            usual.append(peak.above)
+
+        usual = []
+        for turn in range(a.rounds):
+            if turn % 2:
+                without()
+            with Peak() as peak:
+                start = time.perf_counter()
+                saving.save(run.taken, run.state)
+                found["stall"].append(time.perf_counter() - start)
+                seconds = run.steps(interval)
+                found["with"].append(found["stall"][-1] + seconds)
+                saving.wait(run.state)
+                found["written"].append(time.perf_counter() - start)
+            found["memory"].append(peak.above)
+            if not turn % 2:
+                without()
+        found["memory"] = [x - statistics.median(usual) for x in found["memory"]]
+    return found
+
+
+def orbax_save(run, folder, wait):
+    """A save by Orbax of the state as it is; returns what waits for it, and closes it."""
+    import orbax.checkpoint as ocp
+
+    saver = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+    saver.save(folder, args=ocp.args.StandardSave(run.state))
+    if wait:
+        saver.wait_until_finished()
+
+    def finish():
+        saver.wait_until_finished()
+        saver.close()
+
+    return finish
+
+
+def savez(run, folder, wait):
+    """numpy.savez of a copy."""
+    leaves = [np.asarray(x) for x in run.jax.tree.leaves(run.state)]
+    folder.mkdir()
+    with (folder / "state.npz").open("wb") as file:
+        np.savez(file, *leaves)
+        file.flush()
+        os.fsync(file.fileno())
+    return lambda: None
+
+
+def torch_save(run, folder, wait):
+    """torch.save of a copy."""
+    import torch
+
+    leaves = [np.array(x) for x in run.jax.tree.leaves(run.state)]
+    folder.mkdir()
+    with (folder / "state.pt").open("wb") as file:
+        torch.save([torch.from_numpy(np.atleast_1d(x)) for x in leaves], file)
+        file.flush()
+        os.fsync(file.fileno())
+    return lambda: None
+
+
+def ours(run, folder, wait):
+    """A save by shardjax."""
+    from shardjax.checkpoint import Checkpointer
+
+    saving = Checkpointer(folder, collection=run.collection)
+    saving.save(run.taken, run.state)
+    if wait:
+        saving.wait(run.state)
+    return lambda: saving.close(run.state)
+
+
+def others(run, folder, a):
+    """Stall of each way to save, how much slower the steps after are, and until it is there."""
+    ways = {
+        "shardjax": (ours, False),
+        "Orbax, waited for": (orbax_save, True),
+        "Orbax in the background": (orbax_save, False),
+        "numpy.savez": (savez, True),
+    }
+    try:
+        import torch  # noqa: F401
+
+        ways["torch.save"] = (torch_save, True)
+    except ImportError:
+        pass
+    found = {name: {"stall": [], "slowed": [], "there": []} for name in ways}
+    for turn in range(a.other_rounds):
+        for name, (way, wait) in ways.items():
+            path = folder / f"other_{turn}_{len(found[name]['stall'])}_{way.__name__}"
+            usual = run.steps(a.steps_after)
+            start = time.perf_counter()
+            finish = way(run, path, wait)
+            stall = time.perf_counter() - start
+            after = run.steps(a.steps_after)
+            finish()
+            there = time.perf_counter() - start if not wait else stall
+            usual = (usual + run.steps(a.steps_after)) / 2
+            for key, value in (
+                ("stall", stall),
+                ("slowed", after - usual),
+                ("there", there),
+            ):
+                found[name][key].append(value)
+            shutil.rmtree(path)
+            gc.collect()
+    return found
+
+
+def bandwidth(run, folder, a):
+    """Bytes per second of saves without training, and of a plain writer of as many."""
+    from shardjax.checkpoint import Checkpointer
+
+    found: dict[str, Any] = {"save": [], "plain": [], "bytes": 0}
+    block = np.random.default_rng(0).integers(0, 256, 16 << 20, np.uint8)
+    with Checkpointer(folder / "idle", keep=1, collection=run.collection) as saving:
+        for turn in range(a.other_rounds + 1):
+            start = time.perf_counter()
+            saving.save(turn, run.state)
+            saving.wait(run.state)
+            found["save"].append(time.perf_counter() - start)
+            size = saving.inspect(turn).size
+            start = time.perf_counter()
+            with (folder / "plain").open("wb", buffering=0) as file:
+                for at in range(0, size, block.nbytes):
+                    file.write(block[: size - at])
+                os.fsync(file.fileno())
+            found["plain"].append(time.perf_counter() - start)
+            (folder / "plain").unlink()
+        found["bytes"] = size
+    return found
+
+
+def increments(run, folder, a):
+    """Size and seconds of saves after steps that touch a part of the rows."""
+    from shardjax.checkpoint import Checkpointer
+
+    found = {"full": [], "increment": [], "sizes": [], "share": []}
+    made = run.touching(a.share)
+    with Checkpointer(
+        folder / "increments", keep=None, full_every=99, collection=run.collection
+    ) as saving:
+        for turn in range(a.other_rounds + 1):
+            start = time.perf_counter()
+            saving.save(turn, run.state)
+            saving.wait(run.state)
+            seconds = time.perf_counter() - start
+            manifest = saving.inspect(turn)
+            found["increment" if turn else "full"].append(seconds)
+            found["sizes"].append(manifest.size)
+            written = sum(manifest.details["rows"]["written"])
+            found["share"].append(written / run.rows)
+            run.steps(len(made), made=made)
+    return found
+
+
+def reading(run, folder, a):
+    """Seconds to restore a full step, a chain of increments, and what Orbax wrote."""
+    import orbax.checkpoint as ocp
+
+    from shardjax.checkpoint import Checkpointer
+
+    found = {}
+    steps = {"a step with all rows": 0, f"a chain of {a.other_rounds + 1}": None}
+    for name, step in steps.items():
+        again = Run(a)
+        with Checkpointer(folder / "increments", collection=again.collection) as reader:
+            start = time.perf_counter()
+            again.jax.block_until_ready(reader.restore(again.state, step).state)
+            found[name] = time.perf_counter() - start
+        del again
+        gc.collect()
+    orbax_save(run, folder / "orbax", True)()
+    start = time.perf_counter()
+    target = run.jax.tree.map(
+        lambda x: run.jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        run.state,
+    )
+    with ocp.StandardCheckpointer() as reader:
+        run.jax.block_until_ready(reader.restore(folder / "orbax", target))
+    found["Orbax (checks nothing)"] = time.perf_counter() - start
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=10_000_000, help="of all tables")
+    parser.add_argument("--batch", type=int, default=8192)
+    parser.add_argument("--mesh", default="2x1")
+    parser.add_argument("--saves", type=int, default=5, help="until auto has settled")
+    parser.add_argument("--most-steps", type=int, default=4000, help="until then")
+    parser.add_argument("--rounds", type=int, default=6, help="with and without")
+    parser.add_argument("--other-rounds", type=int, default=3, help="of the rest")
+    parser.add_argument("--steps-after", type=int, default=60)
+    parser.add_argument("--share", type=float, default=0.05, help="of rows that change")
+    parser.add_argument("--folder", help="where to write; a temporary one")
+    a = parser.parse_args()
+    import shardjax as sj
+
+    sj.ensure_devices(a.mesh)
+    folder = Path(tempfile.mkdtemp(dir=a.folder))
+    try:
+        run = Run(a)
+        run.know_all()
+        run.steps(len(run.made))  # all that is to be compiled
+        report: dict[str, Any] = {"auto": tune(run, folder, a)}
+        interval = int(report["auto"]["interval"])
+        print("auto:", json.dumps({k: round(v, 4) for k, v in report["auto"].items()}))
+        report["turns"] = turns = with_and_without(run, folder, interval, a)
+        ratios = [x / y - 1 for x, y in zip(turns["with"], turns["without"])]  # noqa: B905
+        print(
+            f"a save every {interval} steps costs"
+            f" {100 * (sum(turns['with']) / sum(turns['without']) - 1):.1f} % of the time"
+            f" (turns: {', '.join(f'{100 * x:.1f}' for x in sorted(ratios))}); stall"
+            f" {statistics.median(turns['stall']):.3f} s, written after"
+            f" {statistics.median(turns['written']):.1f} s, memory meanwhile"
+            f" +{statistics.median(turns['memory']) / MB:.0f} MB"
+        )
+        report["bandwidth"] = band = bandwidth(run, folder, a)
+        rates = [
+            band["bytes"] / statistics.median(band[k][1:]) for k in ("save", "plain")
+        ]
+        print(
+            f"without training: {band['bytes'] / MB:.0f} MB at {rates[0] / MB:.0f} MB/s; a"
+            f" plain writer {rates[1] / MB:.0f} MB/s: {rates[0] / rates[1]:.2f}x"
+        )
+        report["others"] = others(run, folder, a)
+        print(f"{'':26}{'stall s':>9}{'slower s':>10}{'there after s':>15}")
+        for name, x in report["others"].items():
+            cells = [statistics.median(x[k]) for k in ("stall", "slowed", "there")]
+            print(f"{name:26}{cells[0]:>9.3f}{cells[1]:>10.2f}{cells[2]:>15.2f}")
+        report["increments"] = inc = increments(run, folder, a)
+        print(
+            f"{100 * inc['share'][1]:.1f} % of the rows changed: increment"
+            f" {inc['sizes'][1] / MB:.1f} MB of {inc['sizes'][0] / MB:.1f}"
+            f" ({100 * inc['sizes'][1] / inc['sizes'][0]:.1f} %),"
+            f" {statistics.median(inc['increment']):.2f} s of {inc['full'][0]:.2f}"
+        )
+        report["reading"] = reading(run, folder, a)
+        for name, seconds in report["reading"].items():
+            print(f"restoring {name}: {seconds:.2f} s")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
