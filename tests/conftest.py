@@ -22,6 +22,15 @@ _programs = tempfile.TemporaryDirectory(prefix="shardjax-programs-")
 jax.config.update("jax_compilation_cache_dir", _programs.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
+
+def pytest_configure(config):
+    """Programs run a few times here, so LLVM need not optimize them: their HLO is the
+    same, and they are ready in half the time. One choice for a whole process: what has
+    been compiled otherwise may round otherwise."""
+    if not config.getoption("--all-combinations"):
+        jax.config.update("jax_disable_most_optimizations", True)
+
+
 # Modules whose jaxtyping shapes and annotations are checked at run time. Not all of the
 # package: the hook wraps every function, which numba kernels do not survive, and it
 # answers wrong kinds of arguments before our own messages do.
@@ -37,8 +46,8 @@ def pytest_addoption(parser):
         "--all-combinations",
         action="store_true",
         help="every mesh with every optimizer and so on where a usual run has a part of"
-        " them that has each pair (test_tiers_at_length, zero/test_step), and 30 kills in"
-        " checkpoint/test_crashes",
+        " them that has each pair (test_tiers_at_length, zero/test_step), 30 kills in"
+        " checkpoint/test_crashes, and programs that LLVM optimizes as those of users",
     )
 
 

@@ -50,14 +50,6 @@ FEATURES = {
 WIDTH = 4 * DIM + 2
 
 
-@pytest.fixture(autouse=True)
-def compile_fast():
-    """Programs run a few times here, so LLVM need not optimize them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def make_batch(seed: int, size: int, weights=True, keys=KEYS) -> Batch:
     rng = np.random.default_rng(seed)
     return Batch(
