@@ -46,8 +46,9 @@ def pytest_addoption(parser):
         "--all-combinations",
         action="store_true",
         help="every mesh with every optimizer and so on where a usual run has a part of"
-        " them that has each pair (test_tiers_at_length, zero/test_step), 30 kills in"
-        " checkpoint/test_crashes, and programs that LLVM optimizes as those of users",
+        " them that has each pair (test_tiers, test_tiers_at_length, zero/test_step), 30"
+        " kills in checkpoint/test_crashes, and programs that LLVM optimizes as those of"
+        " users",
     )
 
 

@@ -34,8 +34,8 @@ LM = {
     "batch_size": 8,
     "seq_len": 16,
     "microbatches": 2,
-    "steps": 60,
-    "log_every": 20,
+    "steps": 30,
+    "log_every": 10,
     "eval_batch_size": 256,
 }
 TIMES = ("seconds", "_s", "_ms", "overhead", "slow", "interval", "mfu")
@@ -100,20 +100,24 @@ def test_ctr_with_tiers_and_policies_goes_on_to_the_bit(
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_lm_goes_on_to_the_bit(stage, tmp_path, monkeypatch):
+def test_lm_goes_on_to_the_bit_and_refuses_other_steps(stage, tmp_path, monkeypatch):
     values = LM | {"zero": stage}
     whole = lm.main(lm.from_anything(values))
-    saving = values | {"checkpoint": {"dir": str(tmp_path), "interval": "10"}}
-    stop_at(monkeypatch, 25)
+    saving = values | {"checkpoint": {"dir": str(tmp_path), "interval": "5"}}
+    stop_at(monkeypatch, 13)
     with pytest.raises(Stopped):
         lm.main(lm.from_anything(saving))
     found = lm.main(lm.from_anything(saving))
     assert comparable(found) == comparable(whole)
+    with pytest.raises(FileExistsError, match="begins anew"):
+        lm.main(lm.from_anything(saving | {"resume": "none"}))
+    with pytest.raises(FileNotFoundError, match="no step 7"):
+        lm.main(lm.from_anything(saving | {"resume": "7"}))
     if stage == 3:  # the same weights on another mesh, at another stage
-        more = {"mesh": "1x2", "zero": 1, "steps": 66}
+        more = {"mesh": "1x2", "zero": 1, "steps": 33}
         steps = Path(shutil.copytree(tmp_path, tmp_path / "copy"))
         moved = saving | more | {"checkpoint": {"dir": str(steps)}}
-        there = lm.main(lm.from_anything(saving | {"steps": 66}))
+        there = lm.main(lm.from_anything(saving | {"steps": 33}))
         elsewhere = lm.main(lm.from_anything(moved))
         assert elsewhere["eval/loss"] == pytest.approx(there["eval/loss"], rel=1e-5)
 
@@ -147,8 +151,16 @@ def test_sigterm_saves_and_ends_with_its_code_and_the_same_command_goes_on(tmp_p
         "--checkpoint.dir", str(steps), "--checkpoint.interval", "none",
         "--storage.device-rows", "4000", "--admit.min-count", "2", "--out", str(folder),
     ]  # fmt: skip
+    # the second process need not compile what the first one has
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}
+    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     process = subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     lines = folder / "metrics.jsonl"
     while process.poll() is None and not (lines.exists() and lines.stat().st_size):
@@ -161,7 +173,7 @@ def test_sigterm_saves_and_ends_with_its_code_and_the_same_command_goes_on(tmp_p
     [step] = StepFolder(steps, write=False).steps()
     assert 100 <= step < 1500
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert f"goes on after step {step}" in done.stderr
@@ -187,12 +199,3 @@ def test_options_that_make_no_sense():
     with pytest.raises(ValueError, match="no effect without embedding tables"):
         lm.from_anything(tables)
     assert ctr.from_anything(tables).checkpoint.full_every == 2
-
-
-def test_resuming_none_refuses_a_folder_with_steps(tmp_path):
-    values = LM | {"steps": 2, "checkpoint": {"dir": str(tmp_path)}}
-    lm.main(lm.from_anything(values))
-    with pytest.raises(FileExistsError, match="begins anew"):
-        lm.main(lm.from_anything(values | {"resume": "none"}))
-    with pytest.raises(FileNotFoundError, match="no step 7"):
-        lm.main(lm.from_anything(values | {"resume": "7"}))
