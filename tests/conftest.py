@@ -26,7 +26,8 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 def pytest_configure(config):
     """Programs run a few times here, so LLVM need not optimize them: their HLO is the
     same, and they are ready in half the time. One choice for a whole process: what has
-    been compiled otherwise may round otherwise."""
+    been compiled otherwise may round otherwise. Processes that tests start compile as
+    those of users."""
     if not config.getoption("--all-combinations"):
         jax.config.update("jax_disable_most_optimizations", True)
 
@@ -47,7 +48,7 @@ def pytest_addoption(parser):
         action="store_true",
         help="every mesh with every optimizer and so on where a usual run has a part of"
         " them that has each pair (test_tiers, test_tiers_at_length, zero/test_step), 30"
-        " kills in checkpoint/test_crashes, and programs that LLVM optimizes as those of"
+        " kills in checkpoint/test_crashes, and programs that are compiled as those of"
         " users",
     )
 
