@@ -25,11 +25,22 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 def pytest_configure(config):
     """Programs run a few times here, so LLVM need not optimize them: their HLO is the
-    same, and they are ready in half the time. One choice for a whole process: what has
-    been compiled otherwise may round otherwise. Processes that tests start compile as
-    those of users."""
+    same, and they are ready in half the time. But not those of modules that use
+    `optimized`, nor of processes that tests start."""
     if not config.getoption("--all-combinations"):
         jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module")
+def optimized():
+    """Compiles the programs of a module as those of users: for what two programs that
+    are compiled in another way need not have in common, such as each bit."""
+    fast = jax.config.read("jax_disable_most_optimizations")
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", fast)
 
 
 # Modules whose jaxtyping shapes and annotations are checked at run time. Not all of the

@@ -100,13 +100,20 @@ def test_ctr_with_tiers_and_policies_goes_on_to_the_bit(
     assert comparable(again)["eval/auc"] == whole["eval/auc"]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_lm_goes_on_to_the_bit_and_refuses_other_steps(stage, tmp_path, monkeypatch):
-    draw = random.Random(0)
-    for number in range(12):  # more than 30 steps read
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A little text, of which 30 steps read a part, and its options."""
+    folder, draw = tmp_path_factory.mktemp("text"), random.Random(0)
+    for number in range(12):
         words = draw.choices(("ab ", "cde ", "fghi\n"), k=300)
-        (tmp_path / f"{number}.txt").write_text("".join(words))
-    text = {"path": str(tmp_path / "*.txt"), "held_out": 0.3}
+        (folder / f"{number}.txt").write_text("".join(words))
+    return {"path": str(folder / "*.txt"), "held_out": 0.3}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_lm_goes_on_to_the_bit_and_refuses_other_steps(
+    stage, text, tmp_path, monkeypatch
+):
     values = LM | {"zero": stage, "data": text}
     whole = lm.main(lm.from_anything(values))
     saving = values | {"checkpoint": {"dir": str(tmp_path / "steps"), "interval": "5"}}
@@ -121,14 +128,14 @@ def test_lm_goes_on_to_the_bit_and_refuses_other_steps(stage, tmp_path, monkeypa
         lm.main(lm.from_anything(saving | {"resume": "7"}))
     if stage == 3:  # the same weights on another mesh, at another stage
         more = {"mesh": "1x2", "zero": 1, "steps": 33}
-        steps = Path(shutil.copytree(tmp_path, tmp_path / "copy"))
+        steps = Path(shutil.copytree(tmp_path / "steps", tmp_path / "copy"))
         moved = saving | more | {"checkpoint": {"dir": str(steps)}}
         there = lm.main(lm.from_anything(saving | {"steps": 33}))
         elsewhere = lm.main(lm.from_anything(moved))
         assert elsewhere["eval/loss"] == pytest.approx(there["eval/loss"], rel=1e-5)
 
 
-def test_a_disk_that_is_full_does_not_end_a_run(tmp_path, monkeypatch, caplog):
+def test_a_disk_that_is_full_does_not_end_a_run(text, tmp_path, monkeypatch, caplog):
     commit, calls = StepFolder.commit, []
 
     def full(self, step, *args):
@@ -139,7 +146,7 @@ def test_a_disk_that_is_full_does_not_end_a_run(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(StepFolder, "commit", full)
     saving = {"checkpoint": {"dir": str(tmp_path / "steps"), "interval": "10"}}
-    result = lm.main(lm.from_anything(LM | {"steps": 30} | saving))
+    result = lm.main(lm.from_anything(LM | {"data": text} | saving))
     assert calls == [10, 20, 30]
     assert "a save has failed, and training goes on: [Errno 28]" in caplog.text
     folder = StepFolder(tmp_path / "steps", write=False)
