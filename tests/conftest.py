@@ -22,6 +22,27 @@ _programs = tempfile.TemporaryDirectory(prefix="shardjax-programs-")
 jax.config.update("jax_compilation_cache_dir", _programs.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
+
+def pytest_configure(config):
+    """Programs run a few times here, so LLVM need not optimize them: their HLO is the
+    same, and they are ready in half the time. But not those of modules that use
+    `optimized`, nor of processes that tests start."""
+    if not config.getoption("--all-combinations"):
+        jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module")
+def optimized():
+    """Compiles the programs of a module as those of users: for what two programs that
+    are compiled in another way need not have in common, such as each bit."""
+    fast = jax.config.read("jax_disable_most_optimizations")
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", fast)
+
+
 # Modules whose jaxtyping shapes and annotations are checked at run time. Not all of the
 # package: the hook wraps every function, which numba kernels do not survive, and it
 # answers wrong kinds of arguments before our own messages do.
@@ -37,8 +58,9 @@ def pytest_addoption(parser):
         "--all-combinations",
         action="store_true",
         help="every mesh with every optimizer and so on where a usual run has a part of"
-        " them that has each pair (test_tiers_at_length, zero/test_step), and 30 kills in"
-        " checkpoint/test_crashes",
+        " them that has each pair (test_tiers, test_tiers_at_length, zero/test_step), 30"
+        " kills in checkpoint/test_crashes, and programs that are compiled as those of"
+        " users",
     )
 
 

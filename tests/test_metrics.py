@@ -34,6 +34,8 @@ from shardjax.metrics.auc import _NARROW, _WIDE, _bins_of
 from shardjax.metrics.total import Array
 from tests.helpers import run_python
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 ROWS = 4096
 GROUPS = 12
 ALL = {

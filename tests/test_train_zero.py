@@ -19,14 +19,6 @@ TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01, eps=1e-3))
 STEPS = 4
 
 
-@pytest.fixture(autouse=True)
-def compile_fast():
-    """Programs run a few times here, so LLVM need not optimize them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def run(mesh, stage, *, batches=None, precision="f32", loss=None, **more):
     """Trains; returns collection, state, plan and the infos of the steps."""
     network = plain_network()

@@ -20,6 +20,8 @@ from tests.helpers import run_python
 from tests.zero.small import distance, make_loss, plan_small, small_params, train
 from tests.zero.test_offload import OPTIMIZERS, assert_equal, even_batch
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 ADAMW = OPTIMIZERS["adamw"]
 GROUP = 9_000  # bytes: a layer of the small network's Adam, two of its momentum
 

@@ -21,6 +21,8 @@ from tests.zero.small import (
     train,
 )
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 # Powers of two: a product with one is exact, and rounds alike in a multiplication and in a
 # fused multiply-add, which the compiler may choose in one program and not in another.
 OPTIMIZERS = {

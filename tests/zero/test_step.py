@@ -154,7 +154,7 @@ def test_microbatches_add_up_each_with_its_weight():
         return total / weight
 
     floats = {k: v for k, v in small_params().items() if k != "count"}
-    value, grads = jax.value_and_grad(mean)(floats)
+    value, grads = jax.jit(jax.value_and_grad(mean))(floats)
     assert float(info["loss"]) == pytest.approx(float(value), rel=1e-6)
     assert float(info["weight"]) == 10.0
     moved = jax.tree.map(lambda p, g: p - g, floats, grads)
