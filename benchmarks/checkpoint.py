@@ -73,11 +73,9 @@ class Run:
         self.jax, self.train = jax, train
         self.rows = a.rows
         self.mesh = sj.make_mesh(a.mesh)
+        rows = embed.rowwise_adagrad(0.05)  # one for all: they lie in one slab
         tables = {
-            n: embed.FeatureSpec(
-                embed.TableSpec(n, DIM, optimizer=embed.rowwise_adagrad(0.05))
-            )
-            for n in NAMES
+            n: embed.FeatureSpec(embed.TableSpec(n, DIM, optimizer=rows)) for n in NAMES
         }
         self.collection = embed.EmbeddingCollection(
             tables, mesh=self.mesh, initial_rows=a.rows // self.mesh.size + 20_000
