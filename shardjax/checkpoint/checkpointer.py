@@ -423,6 +423,7 @@ class Checkpointer:
             of it is listed.
         """
         self.wait(None)
+        named = step is not None
         if step is None:
             step = self._folder.newest_valid(on_corrupt)
             if step is None:
@@ -430,10 +431,9 @@ class Checkpointer:
                     f"there is no checkpoint in {str(self.path)!r}. Train without"
                     " restoring, or give the folder of another run"
                 )
-        else:
-            for part in chain_of(self._folder, step):
-                self._folder.verify(part.step)
         chain = chain_of(self._folder, step)
+        for part in chain if named else ():  # else they have been verified
+            self._folder.verify(part.step)
         found = chain[0]
         details = found.details
         tables = details["tables"]
