@@ -63,6 +63,24 @@ def resumes(config: Any) -> bool:
     return there or config.resume != "auto"
 
 
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple]:
+    """Options that differ between two configurations, by name; None for none.
+
+    Example:
+      >>> _changes({"seed": 1, "data": {"path": "a"}}, {"seed": 1, "data": {"path": "b"}})
+      {'data.path': ('a', 'b')}
+    """
+    found = {}
+    for name in {*before, *now} - {"resume"}:
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            inner = _changes(old, new)
+            found |= {f"{name}.{k}": v for k, v in inner.items()}
+        elif old != new:
+            found[name] = old, new
+    return found
+
+
 class Checkpoints:
     """The checkpoints of a program's run; without a folder it does nothing.
 
@@ -76,11 +94,12 @@ class Checkpoints:
         self._checkpointer: Checkpointer | None = None
         self.failures = 0
         own: CheckpointConfig = config.checkpoint
-        self._resume = config.resume
+        self._resume, self._last = config.resume, last
         self._resumes = resumes(config)
         if own.dir is None:
             return
         settings = json.loads(json.dumps(to_dict(config), default=str))
+        self._settings = settings
         self._checkpointer = Checkpointer(
             own.dir,
             interval=own.interval or "auto",
@@ -111,9 +130,25 @@ class Checkpoints:
                     on_corrupt="fallback" if auto else "error",
                 )
                 step, state, extra = found.step, found.state, found.extra
+                self._check_run(step)
                 log.info("goes on after step %d of %s", step, self._checkpointer.path)
             self._checkpointer.maybe_save(step, state, extra)
         return step, state, extra
+
+    def _check_run(self, step: int) -> None:
+        """Refuses a run that is longer than it is to be; tells how its options differ."""
+        assert self._checkpointer is not None
+        if step > self._last:
+            raise ValueError(
+                f"`steps` and epochs ask for {self._last} steps, and the run in"
+                f" {str(self._checkpointer.path)!r} has taken {step}. Ask for more, give"
+                " the folder of another run, or `resume` one of its steps"
+            )
+        before = self._checkpointer.inspect(step).details["config"] or {}
+        for name, (old, new) in sorted(_changes(before, self._settings).items()):
+            log.warning(
+                "`%s` was %r when step %d was saved, now %r", name, old, step, new
+            )
 
     def after(self, step: int, state: Any, extra: Callable[[], dict[str, Any]]) -> None:
         """Saves after a step if it is time to; a save that fails is logged."""

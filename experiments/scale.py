@@ -187,7 +187,7 @@ def measure(asked: Row) -> Row:
     config = lm.from_anything(options | sizes | {"mesh": shape})
     program = lm.build(config, mesh)
     state = zero.abstract_state(program.plan)
-    lowered = program.step.lower(state, abstract_batch(config, mesh))
+    lowered = program.step.jitted.lower(state, abstract_batch(config, mesh))
     started = time.perf_counter()
     compiled, problem = compile_or_not(lowered)
     estimate = zero.estimate_memory(program.plan)

@@ -39,7 +39,8 @@ def match_specs(
       A tree of the same structure with a `PartitionSpec` per leaf.
 
     Raises:
-      TypeError: if a rule or the default does not end in a `PartitionSpec`.
+      TypeError: if the rules are no sequence of pairs, or a rule or the default does not
+        end in a `PartitionSpec`.
       ValueError: if a pattern is not a valid regular expression.
 
     Example:
@@ -49,17 +50,16 @@ def match_specs(
       >>> match_specs(params, [("kernel$", P(None, "model"))])["dense"]["kernel"]
       P(None, 'model')
     """
+    check_sequence("rules", rules)
     patterns = []
-    for pattern, spec in rules:
-        _require_spec(f"the rule {pattern!r}", spec)
-        try:
-            patterns.append((re.compile(pattern), spec))
-        except re.error as error:
-            raise ValueError(
-                f"the pattern of the rule {pattern!r} must be a regular expression, got"
-                f" one with the fault: {error}. Escape special characters with a"
-                " backslash."
-            ) from None
+    for rule in rules:
+        if not isinstance(rule, tuple | list) or len(rule) != 2:
+            raise TypeError(
+                "each of `rules` must be a pair of a pattern and a PartitionSpec, got"
+                f" {rule!r}. Write for example ('kernel$', P(None, 'model'))"
+            )
+        _require_spec(f"the rule {rule[0]!r}", rule[1])
+        patterns.append((_compile(rule[0], "rules"), rule[1]))
     _require_spec("`default`", default)
 
     def first_match(path, _) -> PartitionSpec:
@@ -67,6 +67,43 @@ def match_specs(
         return next((spec for p, spec in patterns if p.search(name)), default)
 
     return jax.tree_util.tree_map_with_path(first_match, tree)
+
+
+def check_sequence(name: str, given) -> None:
+    """Refuses what is no sequence, and a string, which would be read letter by letter.
+
+    Raises:
+      TypeError: naming the argument.
+    """
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        instead = f"({given!r},)" if isinstance(given, str) else "a tuple or a list"
+        raise TypeError(
+            f"`{name}` must be a sequence, got the {type(given).__name__} {given!r:.200}."
+            f" Give {instead}"
+        )
+
+
+def check_patterns(name: str, patterns: Sequence[str], paths: Sequence[str]) -> None:
+    """Refuses patterns that are none, or that are found in no path of a leaf.
+
+    Args:
+      name: of the argument that they are, for messages.
+      patterns: regular expressions.
+      paths: of all leaves, as of `leaf_path`.
+
+    Raises:
+      TypeError, ValueError: naming the pattern.
+    """
+    check_sequence(name, patterns)
+    for pattern in patterns:
+        found = _compile(pattern, name)
+        if not any(found.search(path) for path in paths):
+            some = ", ".join(paths[:8])
+            more = f" and {len(paths) - 8} more" if len(paths) > 8 else ""
+            raise ValueError(
+                f"the pattern {pattern!r} of `{name}` matches no parameter; their paths are"
+                f" {some}{more}"
+            )
 
 
 def named_shardings(specs: PyTree[PartitionSpec], mesh: Mesh) -> PyTree[NamedSharding]:
@@ -211,6 +248,16 @@ def _axis_problems(name: str, spec: PartitionSpec, mesh: Mesh) -> list[str]:
             problems.append(f"{name}: {spec} names the axis {axis!r} twice")
         seen.add(axis)
     return problems
+
+
+def _compile(pattern, name: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"the pattern {pattern!r} of `{name}` must be a regular expression, got one"
+            f" with the fault: {error}. Escape special characters with a backslash"
+        ) from None
 
 
 def _require_spec(thing: str, spec) -> None:

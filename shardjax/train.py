@@ -27,6 +27,7 @@ from shardjax.pacing import Pace
 from shardjax.precision import all_finite, choose
 from shardjax.state import TrainState, plan_network, stack_metrics
 from shardjax.zero import ZeroPlan, apply_update
+from shardjax.zero.checks import StateCheck, check_optimizer
 from shardjax.zero.exchange import (
     in_compute_dtype,
     in_param_dtype,
@@ -36,7 +37,7 @@ from shardjax.zero.exchange import (
     sum_whole_gradients,
     trained_leaves,
 )
-from shardjax.zero.step import check_placed, scale_after
+from shardjax.zero.step import scale_after, state_shardings
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -281,11 +282,17 @@ def make_train_step(
       `step(state, batch) -> (state, {"loss": float32 []})`. `state` is donated. Where the
       plan scales the loss, also `loss_scale` and `skipped`: a step in which a gradient
       overflows moves neither parameters nor rows.
+
+    Raises:
+      ValueError: for another optimizer than the plan's, or a size that is not positive,
+        here; at a step for a state that was given to one before, has an array twice, or
+        lies otherwise than planned.
     """
     if microbatch_size is not None and microbatch_size < 1:
         raise ValueError(f"`microbatch_size` must be positive, got {microbatch_size}")
     mesh, axes = collection.mesh, collection.axes
     plan = zero or plan_network(network, tx, collection)
+    check_optimizer(plan, tx)
     precision = plan.precision
     param_specs, grad_specs = manual_specs(plan)
 
@@ -387,14 +394,16 @@ def make_train_step(
         ), info
 
     pace = pace or Pace()
+    shardings = state_shardings(plan)
+    check = StateCheck({"params": shardings.params, "opt_state": shardings.opt_state})
 
     def step(state: TrainState, batch: PreparedBatch):
-        if not pace.under_way:
-            check_placed(plan, state.params)
+        check(state)
         pace.wait()
         tables = collection.apply_fills(state.tables, batch.plan)
         state = state.replace(tables=tables)
         state, info = run(state, batch.packed, layout=batch.layout)
+        check.returned(state)
         pace.add(info["loss"])
         return state, info
 

@@ -115,6 +115,10 @@ def test_bad_rules_are_refused():
     with pytest.raises(TypeError, match="`default` must give a PartitionSpec, got str"):
         match_specs({"w": 1}, [], default="data")  # pyright: ignore[reportArgumentType]
     with pytest.raises(
-        ValueError, match=r"pattern of the rule '\(w' must be a regular"
+        ValueError, match=r"pattern '\(w' of `rules` must be a regular expression"
     ):
         match_specs({"w": 1}, [("(w", P())])
+    with pytest.raises(TypeError, match="`rules` must be a sequence, got the dict"):
+        match_specs({"w": 1}, {"w": P()})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="must be a pair of a pattern and a Part"):
+        match_specs({"w": 1}, ["w"])  # pyright: ignore[reportArgumentType]

@@ -149,5 +149,28 @@ def test_state_and_step_must_have_the_same_plan():
     plan = plan_network(network, TX, collection, 3, min_bytes=0)
     state = init_state(network, TX, collection)
     step = make_train_step(network, TX, collection, zero=plan)
-    with pytest.raises(ValueError, match=r"(?s)the parameter in must lie as the plan"):
+    with pytest.raises(ValueError, match="params/in of the state must lie as the plan"):
         step(state, prepare(collection, make_batch(0, 8), train=True))
+
+
+def test_the_optimizer_must_be_that_of_the_plan():
+    network = plain_network()
+    collection = EmbeddingCollection(FEATURES, mesh=make_mesh("1x1"))
+    plan = plan_network(network, TX, collection, 1)
+    with pytest.raises(ValueError, match="the state of `tx` must have the structure"):
+        make_train_step(network, optax.sgd(0.1), collection, zero=plan)
+
+
+def test_a_state_can_be_given_to_a_step_once():
+    network = plain_network()
+    collection = EmbeddingCollection(FEATURES, mesh=make_mesh("8x1"))
+    state = init_state(network, TX, collection)
+    step = make_train_step(network, TX, collection)
+    batches = [prepare(collection, make_batch(i, 8), train=True) for i in range(2)]
+    new, _ = step(state, batches[0])
+    with pytest.raises(
+        ValueError, match="is gone: a state can be given to a step once"
+    ):
+        step(state, batches[1])
+    new, _ = step(new, batches[1])
+    assert int(new.step) == 2

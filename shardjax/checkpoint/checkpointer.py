@@ -27,6 +27,7 @@ from shardjax.checkpoint.manifest import Manifest, check_details
 from shardjax.checkpoint.rows import RowWriter, read_counts
 from shardjax.checkpoint.steps import StepFolder
 from shardjax.embed import EmbeddingCollection
+from shardjax.partition import check_sequence
 
 _log = logging.getLogger(__name__)
 PREEMPTED = 75  # the exit code of a run that saved and ended as it was asked to
@@ -107,17 +108,12 @@ class Checkpointer:
         max_overhead: float = 0.035,
         mtbf: float | None = None,
     ):
-        if keep is not None and (isinstance(keep, bool) or keep < 1):
-            raise ValueError(
-                f"`keep` must be at least 1, or None for all, got {keep!r}"
-            )
-        if isinstance(full_every, bool) or not isinstance(full_every, int):
-            raise TypeError(f"`full_every` must be an integer, got {full_every!r}")
-        if full_every < 1:
-            raise ValueError(
-                f"`full_every` must be at least 1, which saves all rows each time, got"
-                f" {full_every}"
-            )
+        for name, number in (
+            ("keep", keep),
+            ("last", last),
+            ("full_every", full_every),
+        ):
+            _check_count(name, number, none=name != "full_every")
         check_details(0, {"config": config})
         self.keep = keep
         self._collection, self._loader, self._config = collection, loader, config
@@ -131,6 +127,7 @@ class Checkpointer:
         self._arrays = ArrayWriter()
         self._save: _Save | None = None
         self._last = last
+        self._at: int | None = None  # the step that was saved or restored last
         self._due: int | None = None  # step of the next save, announced
         self._announced = False  # what is known from the start
         self._stepped_at: float | None = None
@@ -175,7 +172,8 @@ class Checkpointer:
           extra: what else is to be kept, a dict for JSON.
 
         Raises:
-          FileExistsError: if there is such a step.
+          FileExistsError: if there is such a step or a later one, and the run has not gone
+            back to one before it by `restore`.
           RuntimeError: for tables in a storage or with policies that remember, if batches
             after this step have been planned and nobody has announced the save; see
             `maybe_save`.
@@ -188,6 +186,7 @@ class Checkpointer:
         started = time.monotonic()
         extra = {} if extra is None else extra
         check_details(step, extra)
+        self._leave_later(step)
         folder = self._folder.begin(step)
         save = _Save(step, folder, started)
         try:
@@ -224,6 +223,21 @@ class Checkpointer:
         self._policy.saved(step, self._cycle.mean("stall", stall))
         self._stepped_at = None
 
+    def _leave_later(self, step: int) -> None:
+        """Sees to it that the step about to be saved will be the newest."""
+        later = [s for s in self._folder.steps() if s > step]
+        if self._at is not None:
+            later = [s for s in self._folder.steps() if s > self._at]
+            if later:
+                self._folder.leave(later)
+        elif later:
+            raise FileExistsError(
+                f"steps are saved in ascending order, and {str(self.path)!r} has the steps"
+                f" {later} after step {step} already. Go on from one of its steps"
+                " (`restore`), or give the folder of another run"
+            )
+        self._at = step
+
     def _write(self, save: "_Save", details: dict[str, Any]) -> None:
         """Writes all else and commits the step; in a thread."""
         try:
@@ -244,12 +258,18 @@ class Checkpointer:
             needs = () if save.base is None else (save.base,)
             self._folder.commit(save.step, details, known, needs)
             if self.keep is not None:
-                self._folder.prune(self.keep)
+                self._prune(self.keep)
         except BaseException as error:
             save.error = error
         finally:
             save.close()
             save.ended = time.monotonic()
+
+    def _prune(self, keep: int) -> None:
+        try:
+            self._folder.prune(keep)
+        except OSError as error:  # the step that was saved is there nevertheless
+            _log.warning("older steps of %s are still there: %s", self.path, error)
 
     def maybe_save(
         self,
@@ -293,7 +313,7 @@ class Checkpointer:
                     self._end()
             except OSError as error:
                 failure = error  # raised below: this step is not to be missed for it
-        begun = due and step not in self._folder.steps()
+        begun = due and step != self._at
         if begun:
             self._begin(step, state, extra() if callable(extra) else extra)
         if due and self._stop.is_set():
@@ -405,7 +425,9 @@ class Checkpointer:
         """Reads a step into a state that is laid out like another.
 
         The mesh, the ZeRO stage, the storage and the placement of tables may differ from
-        those it was saved with.
+        those it was saved with. If the run goes on from a step that is not the newest, later
+        ones are of no use to it: the next save renames them to `left_step_N`, which nobody
+        finds and nothing removes.
 
         Args:
           target: a new state, such as of `init_state`. Its tables are given away.
@@ -419,9 +441,11 @@ class Checkpointer:
         Raises:
           FileNotFoundError: if there is no such step, or none at all.
           CorruptCheckpointError: if it is not what was written.
+          TypeError: for an `ignore` that is no sequence, such as a string.
           ValueError: if something is missing, too much, or of another shape or dtype: all
             of it is listed.
         """
+        check_sequence("ignore", ignore)
         self.wait(None)
         named = step is not None
         if step is None:
@@ -464,6 +488,7 @@ class Checkpointer:
                     " start. Restore with a Checkpointer without `loader`"
                 )
             self._loader.set_state(details["loader"])
+        self._at = step
         names = set(parts)
         state = parts["state"] if names == {"state"} else target.replace(**parts)
         return Restored(step, state, details["extra"])
@@ -512,6 +537,17 @@ class _Save:
         """Gives up the snapshot, or ends it."""
         if self.snapshot is not None:
             self.snapshot.close()
+
+
+def _check_count(name: str, number: Any, *, none: bool) -> None:
+    """Refuses what is no number of at least 1, nor None where that is allowed."""
+    if number is None and none:
+        return
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(
+            f"`{name}` of a Checkpointer must be an integer of at least 1"
+            f"{', or None' if none else ''}, got {number!r}"
+        )
 
 
 def _is_gone(state: Any) -> bool:

@@ -77,7 +77,7 @@ class StepFolder(StepReader):
                 sync(self.path)
         left = [p for p in self.path.iterdir() if _LEFT_OVER.fullmatch(p.name)]
         for path in left:
-            shutil.rmtree(path)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         if left:
             _log.info(
                 "%s: removed %d directories that a process which was killed had not"
@@ -266,6 +266,40 @@ class StepFolder(StepReader):
         if removing.exists():
             shutil.rmtree(removing)
         os.rename(self._directory(step), removing)
+
+    def leave(self, steps: Iterable[SupportsIndex]) -> None:
+        """Gives steps names, `left_step_N`, under which they are no steps of the run: for
+        those after one that it has gone back to. Nothing removes them.
+
+        Raises:
+          FileNotFoundError: if there is no such step.
+
+        Example:
+          >>> import tempfile
+          >>> with tempfile.TemporaryDirectory() as path:
+          ...     with StepFolder(path, write=True) as run:
+          ...         for step in 5, 10:
+          ...             _ = run.begin(step)
+          ...             run.commit(step, {})
+          ...         run.leave([10])
+          ...         run.steps(), (run.path / "left_step_10").is_dir()
+          ([5], True)
+        """
+        self._check_writing()
+        for step in sorted(map(as_step, steps), reverse=True):  # the newest counts
+            self._check_there(step)
+            name, number = f"left_step_{step}", 1
+            while (self.path / name).exists():
+                number += 1
+                name = f"left_step_{step}.{number}"
+            os.rename(self._directory(step), self.path / name)
+            sync(self.path)
+            _log.warning(
+                "the run has gone back to a step before %d, which is called %r from now"
+                " on; remove it if you do not need it",
+                step,
+                str(self.path / name),
+            )
 
     def prune(
         self, keep: int, needed: Callable[[int], Iterable[int]] | None = None

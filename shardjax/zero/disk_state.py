@@ -25,6 +25,7 @@ import optax
 from jaxtyping import PyTree
 
 from shardjax.folders import OwnFolder
+from shardjax.zero.checks import check_optimizer
 from shardjax.zero.disk_file import (
     PATTERN,
     ArrayOnDisk,
@@ -88,6 +89,7 @@ class DiskOptimizer:
                 "a DiskOptimizer needs a plan with offload='none', as the state lies on"
                 f" disk, got one with offload={plan.offload!r}"
             )
+        check_optimizer(plan, tx)
         self.plan = plan
         self._leaves: list[LeafPlan] = [p for p in plan.leaves if p.trained]
         shapes = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in plan.leaves]
@@ -159,7 +161,8 @@ class DiskOptimizer:
         """
         if opt_state is not None:
             check_opt_state(self.plan.abstract_opt_state, opt_state)
-        plan = replace(self.plan, opt_specs=optax.EmptyState())
+        nothing = optax.EmptyState()
+        plan = replace(self.plan, opt_specs=nothing, abstract_opt_state=nothing)
         state = init_state(params, optax.identity(), plan)
         trained = self._trained(state.params)
         given = None if opt_state is None else self._pieces.split(opt_state)

@@ -7,10 +7,16 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from shardjax.zero.checks import StateCheck
 from shardjax.zero.disk_file import Traffic
 from shardjax.zero.disk_state import DiskOptimizer
 from shardjax.zero.gradients import Loss
-from shardjax.zero.step import ZeroState, make_clipped_gradients, scale_after
+from shardjax.zero.step import (
+    ZeroState,
+    make_clipped_gradients,
+    scale_after,
+    state_shardings,
+)
 
 
 def make_disk_step(
@@ -52,9 +58,11 @@ def make_disk_step(
         return jax.tree.leaves(grads), info, finite, (state.step + 1, scale)
 
     told: list[Traffic] = []  # what the last step ended with
+    check = StateCheck({"params": state_shardings(plan).params})
 
     def step(state: ZeroState, batch):
         optimizer.check()
+        check(state)
         before = told.pop() if told else optimizer.traffic
         grads, info, finite, (count, scale) = compute(
             state.replace(opt_state=None), batch
@@ -63,6 +71,7 @@ def make_disk_step(
         if finite is None or bool(finite):
             params, opt_state = optimizer.update(grads, opt_state, params)
         new = ZeroState(count, params, opt_state, scale)
+        check.returned(new)
         told.append(optimizer.traffic)
         return new, info | told[-1].since(before)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardjax.zero.exchange import (
     in_compute_dtype,
@@ -100,6 +101,16 @@ def _checked(result):
             " their weights, such as (jnp.sum(losses), jnp.float32(losses.size))"
         )
     for name, x in zip(("loss_sum", "weight"), result, strict=True):
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
+            raise TypeError(
+                f"the {name} that the loss returns must be a number, got"
+                f" {type(x).__name__}. Return (loss_sum, weight)"
+            )
+        if jnp.issubdtype(jnp.result_type(x), jnp.complexfloating):
+            raise TypeError(
+                f"the {name} that the loss returns must be real, got"
+                f" {jnp.result_type(x)}. Take its real part or its absolute value"
+            )
         if jnp.shape(x) != ():
             raise ValueError(
                 f"the {name} that the loss returns must be one number, got shape"

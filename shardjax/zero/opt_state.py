@@ -97,12 +97,15 @@ def trained_only(leaves, tree: PyTree) -> PyTree:
     )
 
 
-def check_opt_state(abstract_state: PyTree, opt_state: PyTree) -> None:
+def check_opt_state(
+    abstract_state: PyTree, opt_state: PyTree, what: str = "`opt_state`"
+) -> None:
     """Checks that a state is the one that was planned for.
 
     Args:
       abstract_state: shapes and dtypes, as of `ZeroPlan.abstract_opt_state`.
-      opt_state: whole arrays.
+      opt_state: whole arrays, or their shapes.
+      what: its name, for messages.
 
     Raises:
       ValueError: if its structure, or a shape or dtype differs.
@@ -110,13 +113,14 @@ def check_opt_state(abstract_state: PyTree, opt_state: PyTree) -> None:
     structures = [jax.tree.structure(x) for x in (abstract_state, opt_state)]
     if structures[0] != structures[1]:
         raise ValueError(
-            "`opt_state` must have the structure that was planned for,"
-            f" {structures[0]}, got {structures[1]}. Plan with this optimizer"
+            f"{what} must have the structure that was planned for, {structures[0]}, got"
+            f" {structures[1]}. Plan with this optimizer"
         )
     leaves = [jax.tree.leaves(x) for x in (abstract_state, opt_state)]
     for wanted, x in zip(*leaves, strict=True):
         if (x.shape, x.dtype) != (wanted.shape, wanted.dtype):
             raise ValueError(
-                f"a leaf of `opt_state` must be {wanted.dtype}{list(wanted.shape)}, got"
-                f" {x.dtype}{list(x.shape)}. Give whole arrays of the planned parameters"
+                f"a leaf of {what} must be {wanted.dtype}{list(wanted.shape)}, got"
+                f" {x.dtype}{list(x.shape)}. Plan with this optimizer, and give whole arrays"
+                " of the planned parameters"
             )

@@ -34,6 +34,8 @@ from jaxtyping import PyTree
 from shardjax.mesh import DATA_AXIS, make_mesh
 from shardjax.partition import (
     Rules,
+    check_patterns,
+    check_sequence,
     check_specs,
     entry_axes,
     leaf_path,
@@ -177,6 +179,7 @@ def plan_zero(
         Gradients are on the devices.
 
     Raises:
+      TypeError: for `rules`, `axes` or `blocks` that are no sequence, such as a string.
       ValueError: for an unknown stage, axis or offload, parameters to offload below stage
         3, a rule or block pattern that matches no leaf, a spec that does not fit, or more
         than `tolerance` left whole; `PiecewiseError` for an optimizer that cannot be offloaded.
@@ -190,11 +193,14 @@ def plan_zero(
     precision = Precision.parse(precision)
     if stage not in STAGES or isinstance(stage, bool):
         raise ValueError(f"`stage` must be one of {STAGES}, got {stage!r}")
-    if min_bytes < 0:
-        raise ValueError(f"`min_bytes` must not be negative, got {min_bytes}")
-    if tolerance is not None and not 0 <= tolerance <= 1:
-        raise ValueError(f"`tolerance` must be in [0, 1] or None, got {tolerance}")
+    if not isinstance(min_bytes, int) or min_bytes < 0:
+        raise ValueError(f"`min_bytes` must be 0 or more bytes, got {min_bytes!r}")
+    if tolerance is not None and not (
+        isinstance(tolerance, int | float) and 0 <= tolerance <= 1
+    ):
+        raise ValueError(f"`tolerance` must be in [0, 1] or None, got {tolerance!r}")
     check_offload(offload, stage)
+    check_sequence("axes", axes)
     mesh, axes = make_mesh(mesh), tuple(axes)
     unknown = [axis for axis in axes if axis not in mesh.shape]
     if unknown or not axes:
@@ -206,9 +212,10 @@ def plan_zero(
         (leaf_path(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params)
     ]
-    _check_patterns("rules", [pattern for pattern, _ in rules], named)
-    _check_patterns("blocks", blocks, named)
     specs = match_specs(abstract_params, rules)
+    paths = [path for path, _ in named]
+    check_patterns("rules", [pattern for pattern, _ in rules], paths)
+    check_patterns("blocks", blocks, paths)
     check_specs(abstract_params, specs, mesh)
     flat_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     auto_axes = tuple(a for a in mesh.axis_names if a not in axes and mesh.shape[a] > 1)
@@ -363,17 +370,6 @@ def itemsize(dtype) -> int:
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return 8
     return jnp.dtype(dtype).itemsize
-
-
-def _check_patterns(what: str, patterns, named) -> None:
-    for pattern in patterns:
-        if not any(re.search(pattern, path) for path, _ in named):
-            paths = ", ".join(path for path, _ in named[:8])
-            more = f" and {len(named) - 8} more" if len(named) > 8 else ""
-            raise ValueError(
-                f"the pattern {pattern!r} of `{what}` matches no parameter; their paths are"
-                f" {paths}{more}"
-            )
 
 
 def _check_tolerance(plan: ZeroPlan, tolerance: float) -> None:

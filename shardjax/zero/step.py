@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 
 from shardjax.precision import LossScale, all_finite, choose, init_scale, next_scale
 from shardjax.sharded import to_host
+from shardjax.zero.checks import StateCheck, check_optimizer
 from shardjax.zero.gradients import Loss, make_gradients
 from shardjax.zero.offload import init_on_host, scale_gradients, update_on_host
 from shardjax.zero.opt_state import trained_only
@@ -103,8 +104,9 @@ def init_state(
       A state of copies: the step donates it, never the arrays given.
 
     Raises:
-      ValueError: if the parameters are not those of the plan.
+      ValueError: if the parameters or the optimizer are not those of the plan.
     """
+    check_optimizer(plan, tx)
     make = params if callable(params) else None
     abstract = jax.eval_shape(make or (lambda: params))
     _check_params(plan, abstract)
@@ -206,19 +208,24 @@ def make_step(
       `step(state, batch) -> (state, info)`. `state` is donated. `batch` is a tree of arrays
       [examples, ...], whose examples are split over the plan's axes. `info` are float32
       [] on the devices: loss, weight, grad_norm (before clipping) and, where the loss is
-      scaled, loss_scale and skipped, the number of steps that were so far.
+      scaled, loss_scale and skipped, the number of steps that were so far. `step.jitted` is
+      the jitted function, for `lower`; it checks no state.
 
     Raises:
-      ValueError: for a number of microbatches or a norm that is not positive, here; for a
-        batch that does not divide, or a loss that returns something else, at the first
-        step.
+      ValueError: for another optimizer than the plan's, a number of microbatches or a norm
+        that is not positive, here; for a batch that does not divide, or a loss that returns
+        something else, at the first step; for a state that was given to a step before, has
+        an array twice, or lies otherwise than planned, at each.
     """
+    check_optimizer(plan, tx)
     gradients = make_clipped_gradients(
         loss, plan, microbatches=microbatches, clip_norm=clip_norm, seed=seed
     )
 
-    @partial(jax.jit, donate_argnums=0, out_shardings=(state_shardings(plan), None))
-    def step(state: ZeroState, batch):
+    shardings = state_shardings(plan)
+
+    @partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None))
+    def run(state: ZeroState, batch):
         grads, info, finite = gradients(state, batch)
         params, opt_state = apply_update(
             plan, tx, grads, state.opt_state, state.params, finite
@@ -226,6 +233,15 @@ def make_step(
         scale = scale_after(plan, state.loss_scale, finite)
         return ZeroState(state.step + 1, params, opt_state, scale), info
 
+    check = StateCheck({"params": shardings.params, "opt_state": shardings.opt_state})
+
+    def step(state: ZeroState, batch):
+        check(state)
+        state, info = run(state, batch)
+        check.returned(state)
+        return state, info
+
+    step.jitted = run
     return step
 
 
@@ -257,7 +273,7 @@ def make_clipped_gradients(
         value, weight, grads = gradients(
             state.params, batch, state.step, scale.scale if scale else None
         )
-        norm = optax.tree.norm(grads)
+        norm = _norm(grads)
         info = {"loss": value, "weight": weight, "grad_norm": norm}
         if clip_norm is not None:
             shrink = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
@@ -270,6 +286,15 @@ def make_clipped_gradients(
         return grads, info | {"loss_scale": scale.scale, "skipped": skipped}, finite
 
     return clipped
+
+
+def _norm(grads: PyTree) -> jax.Array:
+    """The global norm, summed in float32 or wider: squares overflow float16 early."""
+
+    def squares(x):
+        return jnp.sum(jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))))
+
+    return jnp.sqrt(sum(map(squares, jax.tree.leaves(grads)), jnp.float32(0)))
 
 
 def scale_after(plan: ZeroPlan, scale: LossScale | None, finite: jax.Array | None):
@@ -335,22 +360,3 @@ def _place(plan: ZeroPlan, params: PyTree, specs) -> PyTree:
 
 def _constrain(plan: ZeroPlan, x, spec):
     return jax.lax.with_sharding_constraint(x, jax.NamedSharding(plan.mesh, spec))
-
-
-def check_placed(plan: ZeroPlan, params: PyTree) -> None:
-    """Refuses parameters that do not lie as a plan says.
-
-    Raises:
-      ValueError: naming the first that does not.
-    """
-    shardings = jax.tree.leaves(state_shardings(plan).params)
-    for leaf, x, wanted in zip(
-        plan.leaves, jax.tree.leaves(params), shardings, strict=True
-    ):
-        if not x.sharding.is_equivalent_to(wanted, x.ndim):
-            memory = " in the host's memory" if leaf.on_host else ""
-            raise ValueError(
-                f"the parameter {leaf.path} must lie as the plan of the step says,"
-                f" {wanted.spec}{memory} on {plan.mesh.shape}, got {x.sharding}. Make the"
-                " state and the step with the same plan"
-            )

@@ -1,5 +1,6 @@
 """A run that goes on from a checkpoint ends with the bits of one that never stopped."""
 
+import shutil
 import threading
 
 import jax
@@ -258,10 +259,64 @@ def test_a_corrupt_step_is_an_error_or_passed_over(tmp_path):
         assert (found.step, found.state["w"][0]) == (1, 1)
 
 
+def test_a_run_that_goes_back_leaves_later_steps_behind(tmp_path, caplog):
+    """The next start goes on from the newest step of the new branch."""
+
+    def value(step):
+        return {"w": jax.numpy.full(4, float(step))}
+
+    with Checkpointer(tmp_path, interval=5, keep=None) as checkpointer:
+        for step in range(16):
+            checkpointer.maybe_save(step, value(step))
+    for number in (1, 2):
+        with Checkpointer(tmp_path, interval=5, keep=None) as checkpointer:
+            assert checkpointer.restore(value(0), 5).step == 5
+            assert checkpointer.steps() == [5, 10, 15]  # looking changes nothing
+            for step in range(5, 11):
+                checkpointer.maybe_save(step, value(step + 100 * number))
+            checkpointer.wait()
+            assert checkpointer.steps() == [5, 10]
+            for step in range(11, 16):
+                checkpointer.maybe_save(step, value(step + 100 * number))
+        with Checkpointer(tmp_path) as checkpointer:
+            found = checkpointer.restore(value(0))
+        assert (found.step, found.state["w"][0]) == (15, 15 + 100 * number)
+    left = sorted(p.name for p in tmp_path.glob("left_*"))
+    assert left == [f"left_step_{x}" for x in ("10", "10.2", "15", "15.2")]
+    assert "has gone back to a step before 15" in caplog.text
+    with Checkpointer(tmp_path) as checkpointer:  # as nobody has gone back
+        with pytest.raises(
+            FileExistsError, match=r"ascending order, .* steps \[15\] af"
+        ):
+            checkpointer.save(12, value(12))
+        with pytest.raises(FileExistsError, match="step 15 .* committed already"):
+            checkpointer.save(15, value(15))
+
+
+def test_a_step_that_is_there_is_no_failed_save_if_old_ones_cannot_go(
+    tmp_path, monkeypatch, caplog
+):
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.save(1, {"w": jax.numpy.ones(4)})
+        checkpointer.wait()
+        monkeypatch.setattr(
+            shutil,
+            "rmtree",
+            lambda *a, **k: (_ for _ in ()).throw(PermissionError(13, "no")),
+        )
+        checkpointer.save(2, {"w": jax.numpy.ones(4)})
+        checkpointer.wait()
+        assert checkpointer.restore({"w": jax.numpy.ones(4)}).step == 2
+    assert "older steps" in caplog.text
+
+
 def test_messages(tmp_path):
     state = {"w": jax.numpy.arange(4.0)}
-    with pytest.raises(ValueError, match="`keep` must be at least 1"):
-        Checkpointer(tmp_path, keep=0)
+    for name, number in (("keep", 0), ("keep", 2.5), ("last", "9"), ("last", True)):
+        with pytest.raises(
+            ValueError, match=f"`{name}` .* integer of at least 1, or No"
+        ):
+            Checkpointer(tmp_path, **{name: number})
     with Checkpointer(tmp_path / "a") as checkpointer:
         with pytest.raises(FileNotFoundError, match="there is no checkpoint in"):
             checkpointer.restore(state)
@@ -271,6 +326,8 @@ def test_messages(tmp_path):
             checkpointer.save(1, state)
         with pytest.raises(FileNotFoundError, match="no step 7"):
             checkpointer.restore(state, 7)
+        with pytest.raises(TypeError, match="`ignore` must be a sequence, got the str"):
+            checkpointer.restore(state, ignore="opt_state/*")
     run = Run("1x1", "adam")
     with Checkpointer(tmp_path / "a", collection=run.collection) as checkpointer:
         with pytest.raises(ValueError, match="has embedding tables and the"):

@@ -134,7 +134,9 @@ def test_optimizers_for_some_leaves_only():
     [
         ({"stage": 5}, r"`stage` must be one of \(0, 1, 2, 3\), got 5"),
         ({"stage": True}, r"`stage` must be one of .* got True"),
-        ({"min_bytes": -1}, "`min_bytes` must not be negative, got -1"),
+        ({"min_bytes": -1}, "`min_bytes` must be 0 or more bytes, got -1"),
+        ({"min_bytes": "4k"}, "`min_bytes` must be 0 or more bytes, got '4k'"),
+        ({"tolerance": "no"}, r"`tolerance` must be in \[0, 1\] or None, got 'no'"),
         ({"tolerance": 2.0}, r"`tolerance` must be in \[0, 1\] or None, got 2.0"),
         ({"axes": ("rows",)}, r"`axes` must name axes of the mesh, .* got \('rows',\)"),
         ({"axes": ()}, r"`axes` must name axes of the mesh"),
@@ -143,6 +145,7 @@ def test_optimizers_for_some_leaves_only():
             "pattern 'nothing' of `rules` matches no parameter",
         ),
         ({"blocks": ["layer"]}, "pattern 'layer' of `blocks` matches no parameter"),
+        ({"blocks": ["(w"]}, r"pattern '\(w' of `blocks` must be a regular expression"),
         ({"rules": [("w1", P("model", "model"))]}, "names the axis 'model' twice"),
         ({"rules": [("w1", P("model"))]}, "is 3, not divisible by 2"),
         (
@@ -156,6 +159,20 @@ def test_bad_plans_are_refused(options, message):
     options = {"stage": 1, "rules": ()} | options
     with pytest.raises(ValueError, match=message):
         zero.plan_zero(small_params(), ADAM, sj.make_mesh("4x2"), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"blocks": "^blocks/"}, r"`blocks` must be a seq.* Give \('\^blocks/',\)"),
+        ({"axes": "data"}, r"`axes` must be a sequence, .* Give \('data',\)"),
+        ({"rules": {"w1": P()}}, "`rules` must be a sequence, got the dict"),
+        ({"rules": ["w1"]}, "each of `rules` must be a pair"),
+    ],
+)
+def test_a_string_is_no_sequence_of_patterns(options, message):
+    with pytest.raises(TypeError, match=message):
+        zero.plan_zero(small_params(), ADAM, sj.make_mesh("4x2"), 3, **options)
 
 
 def test_too_much_left_whole_is_refused_where_asked():

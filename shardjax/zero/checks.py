@@ -1,0 +1,135 @@
+"""What is refused of a state or an optimizer before a step can do harm with it.
+
+A step gives its state's arrays away. A runtime that is given an array which is gone, or the
+same one twice, may end the process instead of raising (jaxlib 0.10 does on CPUs), so this is
+looked at first. What a step has returned itself is in order; only other states are looked
+at closely.
+"""
+
+import weakref
+from typing import Any
+
+import jax
+import optax
+from jaxtyping import PyTree
+
+from shardjax.partition import leaf_path
+from shardjax.zero.opt_state import check_opt_state
+from shardjax.zero.plan import ZeroPlan
+
+
+class StateCheck:
+    """Looks at the states that a step is called with.
+
+    Args:
+      shardings: a tree of the state's parts to look at closely, by field, with a sharding
+        per leaf.
+    """
+
+    def __init__(self, shardings: dict[str, PyTree]):
+        self._shardings = shardings
+        self._last = lambda: None
+
+    def __call__(self, state: Any) -> None:
+        """Refuses a state that the step must not be called with.
+
+        Raises:
+          TypeError: if a leaf is no array of JAX.
+          ValueError: if one is gone, is there twice, or lies elsewhere than planned.
+        """
+        leaves = jax.tree.leaves(state)
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return  # inside a jit of the user's, to which all of this is unknown
+        if not all(isinstance(x, jax.Array) for x in leaves):
+            _refuse_foreign(state)
+        if any(x.is_deleted() for x in leaves):
+            _refuse_gone(state)
+        if state is self._last():
+            return
+        _refuse_twice(state)
+        for name, wanted in self._shardings.items():
+            _refuse_elsewhere(name, getattr(state, name), wanted)
+
+    def returned(self, state: Any) -> None:
+        """Takes note of what the step has made of the last state."""
+        self._last = weakref.ref(state)
+
+
+def check_optimizer(plan: ZeroPlan, tx: optax.GradientTransformation) -> None:
+    """Refuses an optimizer that keeps another state than the one planned with.
+
+    Raises:
+      ValueError: naming what differs.
+    """
+    shapes = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in plan.leaves]
+    trained = plan.tree(
+        x if p.trained else None for x, p in zip(shapes, plan.leaves, strict=True)
+    )
+    found = jax.eval_shape(tx.init, trained)
+    check_opt_state(plan.abstract_opt_state, found, "the state of `tx`")
+
+
+def _named(state: PyTree) -> list[tuple[str, Any]]:
+    return [(leaf_path(p), x) for p, x in jax.tree_util.tree_leaves_with_path(state)]
+
+
+def _refuse_foreign(state: PyTree) -> None:
+    name, x = next((n, x) for n, x in _named(state) if not isinstance(x, jax.Array))
+    raise TypeError(
+        f"a step takes a state of JAX's arrays, got {type(x).__name__} at {name}. Make the"
+        " state with `init_state`, or put it where the plan says with `place_state`"
+    )
+
+
+def _refuse_gone(state: PyTree) -> None:
+    name = next(name for name, x in _named(state) if x.is_deleted())
+    raise ValueError(
+        f"a step takes a state that has its arrays, but {name} is gone: a state can be"
+        " given to a step once. Go on with the state that the step returned"
+    )
+
+
+def _refuse_twice(state: PyTree) -> None:
+    seen: dict[Any, str] = {}
+    for name, x in _named(state):
+        for place in _places(x):
+            other = seen.setdefault(place, name)
+            if other != name:
+                raise ValueError(
+                    f"each leaf of a state must be an array of its own, as a step gives all"
+                    f" of them away, but {other} and {name} are the same. Copy one of"
+                    " them (`jnp.copy`)"
+                )
+
+
+def _places(x: jax.Array) -> list[Any]:
+    """What no other array may have: where it lies, as far as that can be asked."""
+    places: list[Any] = [id(x)]
+    if not x.size or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return places
+    for shard in x.addressable_shards:
+        if shard.device.platform == "cpu":
+            places.append((shard.device.id, shard.data.unsafe_buffer_pointer()))
+    return places
+
+
+def _refuse_elsewhere(field: str, part: PyTree, wanted: PyTree) -> None:
+    """Refuses a part of a state that lies elsewhere than planned."""
+    structures = [jax.tree.structure(tree) for tree in (wanted, part)]
+    if structures[0] != structures[1]:
+        raise ValueError(
+            f"`{field}` of the state must have the structure that was planned for,"
+            f" {structures[0]}, got {structures[1]}. Make the state and the step with the"
+            " same plan and optimizer"
+        )
+    for (name, x), sharding in zip(_named(part), jax.tree.leaves(wanted), strict=True):
+        if not x.sharding.is_equivalent_to(sharding, x.ndim):
+            where = "/".join(n for n in (field, name) if n)
+            kind = sharding.memory_kind
+            memory = f" in {kind}" if kind == "pinned_host" else ""
+            raise ValueError(
+                f"{where} of the state must lie as the plan of the step says,"
+                f" {sharding.spec}{memory} on {dict(sharding.mesh.shape)}, got {x.sharding}."
+                " Make the state and the step with the same plan, or move the state with"
+                " `shardjax.zero.place_state(state, plan)`"
+            )
