@@ -3,17 +3,17 @@
     python benchmarks/checkpoint.py
 
 The DLRM step of benchmarks/ctr.py with 10 M rows of 16 floats and row-wise Adagrad's one, all
-known beforehand. First `interval="auto"` tunes itself. Then, by turns in one process, as many
-steps as it has chosen run with a save at their start and without one: what saves cost is the
-difference. After that the same state is saved by an Orbax save that is waited for, by Orbax in
-the background and by numpy.savez (torch.save, where torch is installed), each followed by steps
-as before; a plain writer and a save without training tell the bandwidth; steps that touch one
-row in twenty come before an increment; and the state is read again. Prints tables, and as the
-last line JSON.
+known beforehand. First `interval="auto"` tunes itself. Then, by turns in one process, the same
+number of steps is taken with a save at their start and without one: by shardjax, by Orbax
+(waited for, and in the background), numpy.savez and, where it is installed, torch.save. What
+a save costs is the difference; a part of the interval that was chosen, it is the overhead. A
+plain writer and a save without training tell the bandwidth; steps that touch one row in twenty
+come before an increment; and the state is read again. Prints tables, and as the last line JSON.
 """
 
 import argparse
 import gc
+import importlib.util
 import json
 import os
 import shutil
@@ -162,37 +162,6 @@ def tune(run, folder, a):
         return checkpointer.policy.figures()
 
 
-def with_and_without(run, folder, interval, a):
-    """Seconds of `interval` steps with a save at their start, and without, by turns."""
-    from shardjax.checkpoint import Checkpointer
-
-    found = {"with": [], "without": [], "stall": [], "written": [], "memory": []}
-    with Checkpointer(folder / "turns", keep=1, collection=run.collection) as saving:
-
-        def without():
-            with Peak() as peak:
-                found["without"].append(run.steps(interval))
-            usual.append(peak.above)
-
-        usual = []
-        for turn in range(a.rounds):
-            if turn % 2:
-                without()
-            with Peak() as peak:
-                start = time.perf_counter()
-                saving.save(run.taken, run.state)
-                found["stall"].append(time.perf_counter() - start)
-                seconds = run.steps(interval)
-                found["with"].append(found["stall"][-1] + seconds)
-                saving.wait(run.state)
-                found["written"].append(time.perf_counter() - start)
-            found["memory"].append(peak.above)
-            if not turn % 2:
-                without()
-        found["memory"] = [x - statistics.median(usual) for x in found["memory"]]
-    return found
-
-
 def orbax_save(run, folder, wait):
     """A save by Orbax of the state as it is; returns what waits for it, and closes it."""
     import orbax.checkpoint as ocp
@@ -244,39 +213,37 @@ def ours(run, folder, wait):
     return lambda: saving.close(run.state)
 
 
-def others(run, folder, a):
-    """Stall of each way to save, how much slower the steps after are, and until it is there."""
+def costs(run, folder, a):
+    """What each way to save costs: seconds of `span` steps with a save at their start, by
+    turns, less those of as many without one; how long they stand still at first, when all
+    is written, and how much more memory there is meanwhile."""
     ways = {
+        "none": (lambda *_: lambda: None, False),
         "shardjax": (ours, False),
         "Orbax, waited for": (orbax_save, True),
         "Orbax in the background": (orbax_save, False),
         "numpy.savez": (savez, True),
     }
-    try:
-        import torch  # noqa: F401
-
+    if importlib.util.find_spec("torch"):
         ways["torch.save"] = (torch_save, True)
-    except ImportError:
-        pass
-    found = {name: {"stall": [], "slowed": [], "there": []} for name in ways}
-    for turn in range(a.other_rounds):
-        for name, (way, wait) in ways.items():
-            path = folder / f"other_{turn}_{len(found[name]['stall'])}_{way.__name__}"
-            usual = run.steps(a.steps_after)
-            start = time.perf_counter()
-            finish = way(run, path, wait)
-            stall = time.perf_counter() - start
-            after = run.steps(a.steps_after)
-            finish()
-            there = time.perf_counter() - start if not wait else stall
-            usual = (usual + run.steps(a.steps_after)) / 2
-            for key, value in (
-                ("stall", stall),
-                ("slowed", after - usual),
-                ("there", there),
-            ):
+    found = {n: {"took": [], "stall": [], "there": [], "memory": []} for n in ways}
+    names = list(ways)
+    for turn in range(a.rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            way, wait = ways[name]
+            path = folder / f"{turn}_{names.index(name)}"
+            with Peak() as peak:
+                start = time.perf_counter()
+                finish = way(run, path, wait)
+                stall = time.perf_counter() - start
+                run.steps(a.span)
+                took = time.perf_counter() - start
+                finish()
+                there = stall if wait else time.perf_counter() - start
+            values = (took + max(there - took, 0), stall, there, peak.above)
+            for key, value in zip(("took", "stall", "there", "memory"), values):  # noqa: B905
                 found[name][key].append(value)
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
             gc.collect()
     return found
 
@@ -365,9 +332,9 @@ def main():
     parser.add_argument("--mesh", default="2x1")
     parser.add_argument("--saves", type=int, default=5, help="until auto has settled")
     parser.add_argument("--most-steps", type=int, default=4000, help="until then")
-    parser.add_argument("--rounds", type=int, default=6, help="with and without")
+    parser.add_argument("--rounds", type=int, default=5, help="of all ways to save")
     parser.add_argument("--other-rounds", type=int, default=3, help="of the rest")
-    parser.add_argument("--steps-after", type=int, default=60)
+    parser.add_argument("--span", type=int, default=300, help="steps after a save")
     parser.add_argument("--share", type=float, default=0.05, help="of rows that change")
     parser.add_argument("--folder", help="where to write; a temporary one")
     a = parser.parse_args()
@@ -382,15 +349,26 @@ def main():
         report: dict[str, Any] = {"auto": tune(run, folder, a)}
         interval = int(report["auto"]["interval"])
         print("auto:", json.dumps({k: round(v, 4) for k, v in report["auto"].items()}))
-        report["turns"] = turns = with_and_without(run, folder, interval, a)
-        ratios = [x / y - 1 for x, y in zip(turns["with"], turns["without"])]  # noqa: B905
+        report["costs"] = found = costs(run, folder, a)
+        usual = found["none"]
+        step = statistics.median(usual["took"]) / a.span
         print(
-            f"a save every {interval} steps costs"
-            f" {100 * (sum(turns['with']) / sum(turns['without']) - 1):.1f} % of the time"
-            f" (turns: {', '.join(f'{100 * x:.1f}' for x in sorted(ratios))}); stall"
-            f" {statistics.median(turns['stall']):.3f} s, written after"
-            f" {statistics.median(turns['written']):.1f} s, memory meanwhile"
-            f" +{statistics.median(turns['memory']) / MB:.0f} MB"
+            f"{a.span} steps with a save, {a.rounds} turns, medians; a step: {step:.4f} s"
+        )
+        print(
+            f"{'':26}{'costs s':>9}{'stall s':>9}{'there after s':>15}{'memory MB':>11}"
+        )
+        for name, x in found.items():
+            x["cost"] = [y - z for y, z in zip(x["took"], usual["took"])]  # noqa: B905
+            more = statistics.median(x["memory"]) - statistics.median(usual["memory"])
+            cost, stall, there = (
+                statistics.median(x[key]) for key in ("cost", "stall", "there")
+            )
+            print(f"{name:26}{cost:>9.2f}{stall:>9.3f}{there:>15.2f}{more / MB:>11.0f}")
+        shares = [100 * cost / (interval * step) for cost in found["shardjax"]["cost"]]
+        print(
+            f"every {interval} steps, shardjax costs {statistics.median(shares):.1f} % of the"
+            f" time (turns: {', '.join(f'{x:.1f}' for x in sorted(shares))})"
         )
         report["bandwidth"] = band = bandwidth(run, folder, a)
         rates = [
@@ -400,11 +378,6 @@ def main():
             f"without training: {band['bytes'] / MB:.0f} MB at {rates[0] / MB:.0f} MB/s; a"
             f" plain writer {rates[1] / MB:.0f} MB/s: {rates[0] / rates[1]:.2f}x"
         )
-        report["others"] = others(run, folder, a)
-        print(f"{'':26}{'stall s':>9}{'slower s':>10}{'there after s':>15}")
-        for name, x in report["others"].items():
-            cells = [statistics.median(x[k]) for k in ("stall", "slowed", "there")]
-            print(f"{name:26}{cells[0]:>9.3f}{cells[1]:>10.2f}{cells[2]:>15.2f}")
         report["increments"] = inc = increments(run, folder, a)
         print(
             f"{100 * inc['share'][1]:.1f} % of the rows changed: increment"
