@@ -12,6 +12,7 @@ all            stage 3 with offload="all", parameters and state in the host's me
 disk           DiskOptimizer, reading and writing in threads; files in the system's cache
 disk in turn   the same without threads: reads, updates and writes one after the other
 disk cold      as disk; before each step the files leave the system's cache
+disk mapped    as disk, but the file is memory that is copied from and to, without calls
 
 Prints a table of medians, and as the last line JSON. On a CPU the host's memory is that of
 the devices: pinned_host and all show only what it costs to stream.
@@ -20,11 +21,13 @@ the devices: pinned_host and all show only what it costs to stream.
 import argparse
 import contextlib
 import json
+import mmap
 import os
 import statistics
 import sys
 import tempfile
 import time
+import unittest.mock
 from pathlib import Path
 
 import jax
@@ -73,6 +76,37 @@ def drop_from_cache(folder):
         os.close(file)
 
 
+def mapped_files():
+    """A stand-in for the class of the files, of memory mapped into the process."""
+    from shardjax.zero.disk_file import StateFile
+
+    class MappedFile(StateFile):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            os.ftruncate(self._file, self._offsets[-1])
+            self._map = mmap.mmap(self._file, self._offsets[-1])
+
+        def read(self, group):
+            start = time.perf_counter()
+            at, end = self._offsets[group : group + 2]
+            data = np.frombuffer(self._map, np.uint8, end - at, at).copy()
+            self.traffic.read_bytes += end - at
+            self.traffic.read_s += time.perf_counter() - start
+            return data
+
+        def write(self, group, parts):
+            start = time.perf_counter()
+            at = self._offsets[group]
+            for part in parts:
+                data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+                np.frombuffer(self._map, np.uint8, data.nbytes, at)[:] = data
+                at += data.nbytes
+            self.traffic.written_bytes += at - self._offsets[group]
+            self.traffic.write_s += time.perf_counter() - start
+
+    return unittest.mock.patch("shardjax.zero.disk_state.StateFile", MappedFile)
+
+
 def main(a):
     """Times all variants."""
     import optax
@@ -99,17 +133,20 @@ def main(a):
             states[name] = zero.init_state(params, tx, plan)
             steps[name] = zero.make_step(loss, tx, plan)
         plan = zero.plan_zero(params, tx, mesh, a.stage, blocks=["blocks"])
-        for name in ("disk", "disk in turn", "disk cold"):
+        for name in ("disk", "disk in turn", "disk cold", "disk mapped"):
+            files = (
+                mapped_files() if name == "disk mapped" else contextlib.nullcontext()
+            )
             folders[name] = stack.enter_context(tempfile.TemporaryDirectory(dir=a.dir))
-            optimizer = stack.enter_context(
-                zero.DiskOptimizer(
+            with files:
+                optimizer = zero.DiskOptimizer(
                     tx,
                     plan,
                     folders[name],
                     group_bytes=a.group_mb << 20,
                     prefetch=name != "disk in turn",
                 )
-            )
+            stack.enter_context(optimizer)
             states[name] = optimizer.init_state(params)
             steps[name] = zero.make_disk_step(loss, optimizer)
         results = time_all(a, steps, states, folders, batch)

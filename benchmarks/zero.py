@@ -112,9 +112,9 @@ class Variant:
     """A compiled step with its state and the times that its steps took."""
 
     def __init__(self, step, state, batch):
-        self.compiled = step.lower(state, batch).compile()
-        self.state, self.batch = state, batch
-        self.temporaries = profiling.memory(self.compiled).temporaries
+        compiled = getattr(step, "jitted", step).lower(state, batch).compile()
+        self.step, self.state, self.batch = step, state, batch
+        self.temporaries = profiling.memory(compiled).temporaries
         self.times: list[float] = []
         self.cpu: list[float] = []
 
@@ -122,7 +122,7 @@ class Variant:
         """Some steps, of which the mean counts."""
         started, cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
-            self.state, info = self.compiled(self.state, self.batch)
+            self.state, info = self.step(self.state, self.batch)
             jax.block_until_ready(info)
         self.times.append((time.perf_counter() - started) / steps)
         self.cpu.append((time.process_time() - cpu) / steps)

@@ -190,7 +190,7 @@ def measure(asked: Row) -> Row:
     lowered = program.step.jitted.lower(state, abstract_batch(config, mesh))
     started = time.perf_counter()
     compiled, problem = compile_or_not(lowered)
-    estimate = zero.estimate_memory(program.plan)
+    estimate = zero.estimate_memory(program.plan, config.microbatches)
     return {
         "mesh": shape,
         "parameters": program.model.parameter_count(),

@@ -25,6 +25,7 @@ from shardjax.mesh import (
 from shardjax.network import (
     Network as Network,
     as_network as as_network,
+    flax_rules as flax_rules,
     from_linen as from_linen,
     from_nnx as from_nnx,
 )

@@ -5,12 +5,15 @@ are what the optimizer moves; everything else a module holds (batch statistics, 
 keys) is its state, which the training step threads through.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from flax import linen, nnx
+
+from shardjax.partition import leaf_path
 
 Apply = Callable[..., tuple[jax.Array, Any]]
 
@@ -130,6 +133,67 @@ def from_linen(
         return logits, {**state, "collections": {**collections, **changed}}
 
     return Network(apply, params, state)
+
+
+def flax_rules(
+    params: Any, names: Mapping[str, str | tuple[str, ...] | None] | None = None
+) -> list[tuple[str, jax.P]]:
+    """Rules of tensor parallelism from what flax modules say of their parameters.
+
+    Args:
+      params: with the annotations of `nnx.with_partitioning` or `linen.with_partitioning`
+        (boxed, as of `module.init`).
+      names: mesh axes by the names that the annotations use, None for no axis; for names
+        that are mesh axes themselves, nothing.
+
+    Returns:
+      A rule per annotated parameter, for `plan_zero` and `match_specs`, by its path in
+      the tree without boxes. Parameters without an annotation have none.
+
+    Raises:
+      ValueError: for an annotation with a name that `names` lacks, if `names` is given.
+
+    Example:
+      >>> init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "hidden"))
+      >>> with nnx.use_eager_sharding(False):
+      ...   layer = nnx.Linear(3, 8, kernel_init=init, rngs=nnx.Rngs(0))
+      >>> flax_rules(nnx.state(layer), {"hidden": "model"})
+      [('^kernel(/|$)', P(None, 'model'))]
+    """
+
+    def axis_of(path: str, name):
+        if names is None or name is None:
+            return name
+        if name not in names:
+            raise ValueError(
+                f"{path} is annotated with {name!r}, which `names` has no mesh axis for;"
+                f" it has {list(names)}. Add {name!r}: an axis of the mesh, or None"
+            )
+        return names[name]
+
+    def is_box(x):
+        return isinstance(x, nnx.Variable | linen.meta.AxisMetadata)
+
+    rules = []
+    for keys, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box):
+        if (annotated := _annotation(x)) is not None:
+            path = leaf_path(keys)
+            spec = jax.P(*(axis_of(path, name) for name in annotated))
+            rules.append((f"^{re.escape(path)}(/|$)", spec))
+    return rules
+
+
+def _annotation(x: Any) -> tuple | None:
+    """What flax says of the dims of a parameter, None for nothing."""
+    if isinstance(x, linen.Partitioned):
+        return tuple(x.names)
+    if not isinstance(x, nnx.Variable):
+        return None
+    found = x.get_metadata()
+    # the newest name first: it was renamed in flax 0.12.4, and before
+    named = (found.get(k) for k in ("out_sharding", "sharding_names", "sharding"))
+    names = next((x for x in named if x is not None), None)
+    return None if names is None else tuple(names)
 
 
 def as_network(model: nnx.Module | Network) -> Network:

@@ -1,12 +1,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen, nnx
 
 from shardjax.embed import EmbeddingCollection, FeatureSpec, TableSpec
 from shardjax.mesh import make_mesh
-from shardjax.network import Network, as_network, from_linen, from_nnx
+from shardjax.network import Network, as_network, flax_rules, from_linen, from_nnx
+from shardjax.zero import plan_zero
 
 DENSE = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
 
@@ -200,3 +202,60 @@ def test_a_linen_module_is_initialized_with_example_embeddings():
         network.params, network.state, DENSE, embeddings, train=True
     )
     assert logits.shape == (6,)
+
+
+class Annotated(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.initializers.lecun_normal()
+        up = nnx.with_partitioning(init, (None, "hidden"))
+        down = nnx.with_partitioning(init, ("hidden", "embed"))
+        self.up = nnx.Linear(4, 16, kernel_init=up, rngs=rngs)
+        self.down = nnx.Linear(16, 4, kernel_init=down, rngs=rngs)
+
+
+def annotated():
+    with nnx.use_eager_sharding(False):
+        return nnx.state(Annotated(nnx.Rngs(0)), nnx.Param)
+
+
+def test_rules_are_read_from_nnx():
+    params = annotated()
+    rules = flax_rules(params, {"hidden": "model", "embed": None})
+    assert rules == [
+        ("^down/kernel(/|$)", jax.P("model", None)),
+        ("^up/kernel(/|$)", jax.P(None, "model")),
+    ]
+    plan = plan_zero(params, optax.sgd(0.1), make_mesh("4x2"), 3, rules, min_bytes=0)
+    specs = {leaf.path.removesuffix("/value"): leaf.spec for leaf in plan.leaves}
+    assert specs["up/kernel"] == jax.P("data", "model")
+    assert specs["down/kernel"] == jax.P("model", "data")
+    assert specs["up/bias"] == jax.P("data")
+
+
+@pytest.mark.parametrize("key", ["sharding_names", "sharding"])
+def test_rules_are_read_under_the_names_of_older_flax(key):
+    param = nnx.Param(jnp.ones((4, 8)), **{key: (None, "model")})
+    assert flax_rules({"w": param}) == [("^w(/|$)", jax.P(None, "model"))]
+
+
+def test_rules_are_read_from_linen_boxes():
+    init = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "model"))
+    module = linen.Dense(8, kernel_init=init)
+    params = module.init(jax.random.key(0), jnp.ones((2, 4)))["params"]
+    assert flax_rules(params) == [("^kernel(/|$)", jax.P(None, "model"))]
+    unboxed = linen.meta.unbox(params)
+    plan = plan_zero(
+        unboxed, optax.sgd(0.1), make_mesh("4x2"), 1, flax_rules(params), min_bytes=0
+    )
+    assert plan.param_specs["kernel"] == jax.P(None, "model")
+
+
+def test_a_name_without_an_axis_is_an_error():
+    with pytest.raises(
+        ValueError, match=r"annotated with 'embed', .* it has \['hidden'\]"
+    ):
+        flax_rules(annotated(), {"hidden": "model"})
+    with pytest.raises(ValueError, match="names the axis 'hidden'"):
+        plan_zero(
+            annotated(), optax.sgd(0.1), make_mesh("4x2"), 1, flax_rules(annotated())
+        )

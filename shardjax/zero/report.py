@@ -27,6 +27,8 @@ class MemoryEstimate:
         them, whichever is more.
       host: bytes in the host's memory for this device: offloaded state and parameters.
       host_params: those of them that are parameters.
+      added: gradients of one microbatch, beside `grads`, to which they are added; 0 for a
+        step without microbatches.
     """
 
     params: int
@@ -36,12 +38,13 @@ class MemoryEstimate:
     streamed: int = 0
     host: int = 0
     host_params: int = 0
+    added: int = 0
 
     @property
     def total(self) -> int:
         """All on the device; activations and temporaries of the compiler come on top."""
         used = self.params + self.grads + self.opt_state
-        return used + max(self.gathered, self.streamed)
+        return used + max(self.gathered + self.added, self.streamed)
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,12 @@ class WirePrediction:
         return self.all_reduce + self.reduce_scatter + self.all_gather
 
 
-def estimate_memory(plan: ZeroPlan) -> MemoryEstimate:
+def estimate_memory(plan: ZeroPlan, microbatches: int = 1) -> MemoryEstimate:
     """Bytes per device of what a plan keeps, exact for what it places.
+
+    Args:
+      plan: where everything lies.
+      microbatches: of the step.
 
     Example:
       >>> import optax, shardjax as sj
@@ -89,6 +96,7 @@ def estimate_memory(plan: ZeroPlan) -> MemoryEstimate:
         streamed,
         host + host_params,
         host_params,
+        grads if microbatches > 1 else 0,
     )
 
 
@@ -131,7 +139,7 @@ def explain(plan: ZeroPlan, microbatches: int = 1) -> str:
 
     Args:
       plan: where everything lies.
-      microbatches: of the step, for the bytes on the wire.
+      microbatches: of the step.
     """
     head = ("parameter", "shape", "between steps", "updated as", "why")
     rows = [head] + [
@@ -149,7 +157,7 @@ def explain(plan: ZeroPlan, microbatches: int = 1) -> str:
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    memory = estimate_memory(plan)
+    memory = estimate_memory(plan, microbatches)
     wire = predict_wire_bytes(plan, microbatches)
     sizes = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     total = sum(p.nbytes for p in plan.leaves if p.trained)
@@ -158,8 +166,9 @@ def explain(plan: ZeroPlan, microbatches: int = 1) -> str:
         [
             f"ZeRO stage {plan.stage} over {'x'.join(plan.axes)} on {sizes}",
             *lines,
-            f"bytes per device: params {memory.params:,}, grads {memory.grads:,}, opt_state"
-            f" {memory.opt_state:,}, gathered for a while {memory.gathered:,}",
+            f"bytes per device: params {memory.params:,}, grads {memory.grads:,}"
+            + (f" and {memory.added:,} of a microbatch" if memory.added else "")
+            + f", opt_state {memory.opt_state:,}, gathered for a while {memory.gathered:,}",
             *([] if not plan.offloaded else [_host_line(memory)]),
             f"bytes sent per device and step: {wire.total:,.0f} (all-reduce"
             f" {wire.all_reduce:,.0f}, reduce-scatter {wire.reduce_scatter:,.0f},"

@@ -236,6 +236,18 @@ def test_nnx_state_comes_back(writer, path):
     assert_same(result, state)
 
 
+def test_meshes_with_explicit_axes_in_a_context_of_theirs(writer, path):
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
+    with jax.set_mesh(mesh):
+        state = {"w": jnp.zeros((8, 6), out_sharding=jax.P("data", "model")) + 3}
+        described = save(writer, path, state)
+        again = restore(path, described, state)
+    assert_same(again, state)
+    assert again["w"].sharding.mesh.axis_types == mesh.axis_types
+    assert_same(restore(path, described, state), state)  # outside as well
+
+
 def test_what_is_no_leaf_is_refused(writer, path):
     def message(tree, kind=TypeError):
         with pytest.raises(kind) as error:

@@ -1,6 +1,9 @@
 """A run that goes on from a checkpoint ends with the bits of one that never stopped."""
 
+import os
 import shutil
+import subprocess
+import sys
 import threading
 
 import jax
@@ -291,6 +294,34 @@ def test_a_run_that_goes_back_leaves_later_steps_behind(tmp_path, caplog):
             checkpointer.save(12, value(12))
         with pytest.raises(FileExistsError, match="step 15 .* committed already"):
             checkpointer.save(15, value(15))
+
+
+def test_a_process_with_one_device_looks_at_what_eight_have_saved(tmp_path):
+    run = Run("8x1", "adam")
+    run.train(batches(2))
+    with Checkpointer(tmp_path, collection=run.collection) as checkpointer:
+        checkpointer.save(2, run.state)
+        checkpointer.wait()
+    program = """
+import sys
+import jax
+from shardjax.checkpoint import Checkpointer
+from shardjax.checkpoint.__main__ import main
+assert jax.device_count() == 1
+[path] = sys.argv[1:]
+assert main(["inspect", path, "--step", "2"]) == main(["verify", path]) == 0
+with Checkpointer(path) as checkpointer:
+    print(sorted(checkpointer.inspect(2).details["arrays"]))
+"""
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "params/" in done.stdout and "step 2: ok" in done.stdout
 
 
 def test_a_step_that_is_there_is_no_failed_save_if_old_ones_cannot_go(

@@ -212,7 +212,7 @@ def lower(offload, remat="none"):
     x = jax.ShapeDtypeStruct(
         (64, DIM), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("data"))
     )
-    return step.lower(zero.abstract_state(plan), x), zero.estimate_memory(plan)
+    return step.jitted.lower(zero.abstract_state(plan), x), zero.estimate_memory(plan)
 
 for remat in ("none", "sqrt:8"):
     lowered, estimate = lower("all", remat)

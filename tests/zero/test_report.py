@@ -25,7 +25,7 @@ WIDE = {
 
 def compiled(plan, tx, microbatches=1, remat="none"):
     step = zero.make_step(make_loss(remat), tx, plan, microbatches=microbatches)
-    return step.lower(zero.abstract_state(plan), small_batch(0)).compile()
+    return step.jitted.lower(zero.abstract_state(plan), small_batch(0)).compile()
 
 
 def sent(plan, tx, *args):
@@ -137,12 +137,38 @@ def test_gradients_are_accumulated_whole_at_stage_1_and_in_parts_at_stage_2():
         plan = zero.plan_zero(params, tx, sj.make_mesh("8x1"), stage, min_bytes=0)
         step = zero.make_step(loss, tx, plan, microbatches=4)
         batch = jax.ShapeDtypeStruct((32, 128), jnp.float32)
-        program = step.lower(zero.abstract_state(plan), batch).compile()
+        program = step.jitted.lower(zero.abstract_state(plan), batch).compile()
         return profiling.memory(program).temporaries, zero.estimate_memory(plan).grads
 
     (first, whole), (second, parts) = temporaries(1), temporaries(2)
     assert (whole, parts) == (12 * 128 * 128 * 4, 12 * 128 * 128 * 4 // 8)
     assert first - second > 0.5 * (whole - parts)
+
+
+def test_microbatches_cost_one_copy_of_the_gradients_beside_their_activations():
+    tx = optax.sgd(1e-2)
+    params = {f"w{i}": np.zeros((64, 64), np.float32) for i in range(8)}
+    plan = zero.plan_zero(params, tx, sj.make_mesh("8x1"), 1, min_bytes=0)
+
+    def loss(params, batch):
+        for w in params.values():
+            batch = jnp.tanh(batch @ w)
+        return jnp.sum(batch), jnp.float32(1)
+
+    def temporaries(examples, microbatches):
+        step = zero.make_step(loss, tx, plan, microbatches=microbatches)
+        batch = jax.ShapeDtypeStruct((examples, 64), jnp.float32)
+        program = step.jitted.lower(zero.abstract_state(plan), batch).compile()
+        return profiling.memory(program).temporaries
+
+    one, gradients = temporaries(4096, 1), 8 * 64 * 64 * 4
+    assert zero.estimate_memory(plan).added == 0
+    estimate = zero.estimate_memory(plan, microbatches=8)
+    assert estimate.added == estimate.grads == gradients
+    assert estimate.total - zero.estimate_memory(plan).total == gradients
+    assert "of a microbatch" in zero.explain(plan, microbatches=8)
+    assert temporaries(8 * 4096, 8) < one + 1.1 * gradients
+    assert temporaries(8 * 4096, 1) > 4 * one  # or there would be nothing to bound
 
 
 def test_the_table_tells_where_everything_lies():

@@ -401,6 +401,23 @@ def test_other_parameters_than_planned_are_refused():
         zero.init_state(params, tx, plan)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "stage", "name"),
+    [("8x1", 1, "adafactor"), ("4x2", 2, "lamb"), ("4x2", 3, "adafactor")],
+)
+def test_everything_lies_as_planned_after_a_step_as_before(mesh, stage, name):
+    tx = OPTIMIZERS[name]
+    plan = plan_small(mesh, stage, tx, RULES if mesh == "4x2" else ())
+    state, _ = train(plan, tx, steps=2)
+    wanted = zero.state_shardings(plan)
+    assert jax.tree.structure(state) == jax.tree.structure(wanted)
+    for x, sharding in zip(
+        jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True
+    ):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+        assert x.sharding.memory_kind == sharding.memory_kind
+
+
 def test_a_users_rule_may_name_the_dim_to_split():
     tx = optax.sgd(0.1)
     rules = [("blocks/w1$", P(None, "data", None))]
