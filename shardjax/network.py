@@ -189,10 +189,7 @@ def _annotation(x: Any) -> tuple | None:
         return tuple(x.names)
     if not isinstance(x, nnx.Variable):
         return None
-    found = x.get_metadata()
-    # the newest name first: it was renamed in flax 0.12.4, and before
-    named = (found.get(k) for k in ("out_sharding", "sharding_names", "sharding"))
-    names = next((x for x in named if x is not None), None)
+    names = x.get_metadata().get("out_sharding")
     return None if names is None else tuple(names)
 
 

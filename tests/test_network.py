@@ -232,12 +232,6 @@ def test_rules_are_read_from_nnx():
     assert specs["up/bias"] == jax.P("data")
 
 
-@pytest.mark.parametrize("key", ["sharding_names", "sharding"])
-def test_rules_are_read_under_the_names_of_older_flax(key):
-    param = nnx.Param(jnp.ones((4, 8)), **{key: (None, "model")})
-    assert flax_rules({"w": param}) == [("^w(/|$)", jax.P(None, "model"))]
-
-
 def test_rules_are_read_from_linen_boxes():
     init = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "model"))
     module = linen.Dense(8, kernel_init=init)

@@ -195,10 +195,10 @@ def test_sigterm_saves_and_ends_with_its_code_and_the_same_command_goes_on(tmp_p
 
 def test_a_run_that_is_to_be_shorter_or_other_than_it_was(tmp_path, caplog):
     config = LM | {"mesh": "1x1", "steps": 4, "checkpoint": {"dir": tmp_path / "steps"}}
-    lm.run(lm.from_anything(config))
+    lm.main(lm.from_anything(config))
     with pytest.raises(ValueError, match="ask for 3 steps, and the run .* has taken 4"):
-        lm.run(lm.from_anything(config | {"steps": 3}))
-    lm.run(lm.from_anything(config | {"steps": 5, "seed": 7}))
+        lm.main(lm.from_anything(config | {"steps": 3}))
+    lm.main(lm.from_anything(config | {"steps": 5, "seed": 7}))
     assert "`seed` was 0 when step 4 was saved, now 7" in caplog.text
     assert "`steps` was 4 when step 4 was saved, now 5" in caplog.text
     assert "`mesh` was" not in caplog.text

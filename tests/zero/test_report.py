@@ -145,7 +145,7 @@ def test_gradients_are_accumulated_whole_at_stage_1_and_in_parts_at_stage_2():
     assert first - second > 0.5 * (whole - parts)
 
 
-def test_microbatches_cost_one_copy_of_the_gradients_beside_their_activations():
+def test_what_microbatches_cost_does_not_grow_with_their_number():
     tx = optax.sgd(1e-2)
     params = {f"w{i}": np.zeros((64, 64), np.float32) for i in range(8)}
     plan = zero.plan_zero(params, tx, sj.make_mesh("8x1"), 1, min_bytes=0)
@@ -167,7 +167,9 @@ def test_microbatches_cost_one_copy_of_the_gradients_beside_their_activations():
     assert estimate.added == estimate.grads == gradients
     assert estimate.total - zero.estimate_memory(plan).total == gradients
     assert "of a microbatch" in zero.explain(plan, microbatches=8)
-    assert temporaries(8 * 4096, 8) < one + 1.1 * gradients
+    # the sum, and where the compiler of CPUs builds the next one
+    assert temporaries(8 * 4096, 8) < one + 2.1 * gradients
+    assert temporaries(16 * 4096, 16) == temporaries(8 * 4096, 8)
     assert temporaries(8 * 4096, 1) > 4 * one  # or there would be nothing to bound
 
 
