@@ -33,7 +33,7 @@ from shardjax.embed.records import hashes_of
 from shardjax.embed.snapshots import Snapshots
 from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.storage import Storage
-from shardjax.embed.table_rows import TableRows
+from shardjax.embed.table_rows import TableRows, facts_of
 from shardjax.embed.translate import owners_of
 from shardjax.precision import choose
 
@@ -94,17 +94,18 @@ class EmbeddingCollection:
         self.mesh = mesh
         self.axes = tuple(mesh.axis_names)
         self.devices = mesh.size
+        self.seed = int(seed)
         self.groups = plan_groups(self.features, self.devices, storage)
         self.planner = Planner(
             self.groups,
             self.features,
             self.devices,
-            int(seed),
+            self.seed,
             threads=threads,
         )
         self._initial_rows = initial_rows
         self._mover = Mover(self.groups, mesh)
-        self.snapshots = Snapshots(self.groups, self.planner, self._mover, int(seed))
+        self.snapshots = Snapshots(self.groups, self.planner, self._mover, self.seed)
 
     def spec(self, group: Group) -> jax.P:
         """How the slots of a group lie over the mesh."""
@@ -514,6 +515,22 @@ class EmbeddingCollection:
                 if spec.show_click is not None:
                     facts = {"last_step": last_step, "scores": tallies / UNIT}
             yield TableRows(keys, read["rows"], read["row_state"], **facts)
+
+    def facts(self, table: str) -> tuple[str, ...]:
+        """What `export` tells of the rows of a table beside their numbers.
+
+        Args:
+          table: its name.
+
+        Returns:
+          Names of fields of `TableRows`: none, or "last_step" and "uses" or "scores".
+
+        Raises:
+          KeyError: for an unknown table.
+        """
+        g, entry = self._table(table)
+        tracked = self.planner.tiers[g].residents.tracked
+        return facts_of(entry.table.spec, tracked)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """How many rows are where, as planned, by slab.

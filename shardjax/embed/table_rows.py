@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardjax.embed.spec import TableSpec
+
 
 @dataclass(frozen=True, eq=False)
 class TableRows:
@@ -29,3 +31,28 @@ class TableRows:
     last_step: np.ndarray | None = None
     uses: np.ndarray | None = None
     scores: np.ndarray | None = None
+
+    def take(self, index: np.ndarray) -> "TableRows":
+        """Those of a mask, bool [n], or of numbers, int [m]."""
+        facts = {
+            name: None if x is None else x[index]
+            for name in FACTS
+            for x in [getattr(self, name)]
+        }
+        state = [x[index] for x in self.row_state]
+        return TableRows(self.keys[index], self.rows[index], state, **facts)
+
+
+FACTS = ("last_step", "uses", "scores")
+
+
+def facts_of(spec: TableSpec, tracked: bool) -> tuple[str, ...]:
+    """Which fields of `TableRows` a table has beside its numbers.
+
+    Args:
+      spec: of the table.
+      tracked: whether anything is kept of its rows.
+    """
+    if not tracked:
+        return ()
+    return "last_step", "uses" if spec.show_click is None else "scores"
