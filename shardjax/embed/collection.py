@@ -20,7 +20,6 @@ import numpy as np
 
 from shardjax.embed import exchange
 from shardjax.embed.draft import TableState
-from shardjax.embed.eviction import UNIT
 from shardjax.embed.exchange import embed_group, gather_rows, scatter_rows
 from shardjax.embed.groups import Group, plan_groups
 from shardjax.embed.jagged import Jagged, as_keys
@@ -33,7 +32,7 @@ from shardjax.embed.records import hashes_of
 from shardjax.embed.snapshots import Snapshots
 from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.storage import Storage
-from shardjax.embed.table_rows import TableRows, facts_of
+from shardjax.embed.table_rows import TableRows, as_facts, facts_of
 from shardjax.embed.translate import owners_of
 from shardjax.precision import choose
 
@@ -500,20 +499,19 @@ class EmbeddingCollection:
         return self._export(state, g, entry, chunk)
 
     def _export(self, state, g: int, entry: TableState, chunk: int):
-        spec, tier = entry.table.spec, self.planner.tiers[g]
+        name = entry.table.spec.name
+        names = self.facts(name)
         salted = self.planner.keys(g, entry)
         salted = salted[np.argsort(hashes_of(salted))]  # as they lie on disk
         for start in range(0, len(salted), chunk):
             part = salted[start : start + chunk]
             keys = part - entry.table.salt
-            read: Any = self.lookup_rows(state, spec.name, keys)
+            read: Any = self.lookup_rows(state, name, keys)
             facts: dict[str, np.ndarray] = {}
-            if tier.residents.tracked:
+            if names:
                 owners = self._owners(g, entry.table.owner, part)
-                last_step, tallies = self.planner.facts(g, entry, part, owners)
-                facts = {"last_step": last_step, "uses": tallies}
-                if spec.show_click is not None:
-                    facts = {"last_step": last_step, "scores": tallies / UNIT}
+                known = self.planner.facts(g, entry, part, owners)
+                facts = as_facts(names, *known)
             yield TableRows(keys, read["rows"], read["row_state"], **facts)
 
     def facts(self, table: str) -> tuple[str, ...]:

@@ -1,9 +1,11 @@
 """Rows of a table on the host, with all that is known of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from shardjax.embed.eviction import UNIT
 from shardjax.embed.spec import TableSpec
 
 
@@ -44,6 +46,16 @@ class TableRows:
 
 
 FACTS = ("last_step", "uses", "scores")
+
+
+def as_facts(
+    names: Sequence[str], last_steps: np.ndarray, tallies: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Fields of `TableRows`, of `facts_of`, from what tiers keep of rows."""
+    if not names:
+        return {}
+    kept = tallies / UNIT if "scores" in names else tallies
+    return dict(zip(names, (last_steps, kept), strict=True))
 
 
 def facts_of(spec: TableSpec, tracked: bool) -> tuple[str, ...]:
