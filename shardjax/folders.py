@@ -121,7 +121,7 @@ def check_vacant(path: str | os.PathLike, use: str, *, replace: bool = False) ->
     if not replace and any(path.iterdir()):
         raise FileExistsError(
             f"{use} needs a folder of its own, and {str(path)!r} has files in it. Give"
-            " another path, remove the folder, or pass replace=True"
+            " another path, or remove the folder first"
         )
 
 

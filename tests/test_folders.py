@@ -78,7 +78,7 @@ def test_what_is_there_is_replaced_on_demand_alone(tmp_path):
     write(write_to, "former")
     message = (
         "a test needs a folder of its own, and '.*/x' has files in it. Give another path,"
-        " remove the folder, or pass replace=True"
+        " or remove the folder first"
     )
     with (
         pytest.raises(FileExistsError, match=message),
