@@ -157,7 +157,7 @@ def whole_folder(
       ...     [file.name for file in Path(above, "a").iterdir()]
       ['x.txt']
     """
-    path = Path(path)
+    path = Path(os.path.abspath(path))
     check_vacant(path, use, replace=replace)
     partial, former = (path.parent / f".{path.name}.{x}" for x in ("partial", "former"))
     shutil.rmtree(partial, ignore_errors=True)
@@ -168,7 +168,7 @@ def whole_folder(
             for name in (*files, "."):
                 _sync(os.path.join(folder, name))
         check_vacant(path, use, replace=replace)
-        if path.is_dir():
+        if replace and path.is_dir():
             shutil.rmtree(former, ignore_errors=True)
             path.rename(former)
         partial.rename(path)

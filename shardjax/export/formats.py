@@ -102,9 +102,12 @@ class TableWriter:
         """Appends rows."""
         if not len(rows.keys):
             return
-        columns = {"key": rows.keys, "vector": rows.rows.astype(self._dtype)}
+        columns = {
+            "key": rows.keys,
+            "vector": rows.rows.astype(self._dtype, copy=False),
+        }
         for field, (column, dtype) in self._facts.items():
-            columns[column] = getattr(rows, field).astype(dtype)
+            columns[column] = getattr(rows, field).astype(dtype, copy=False)
         self._files.write(columns)
         self.count += len(rows.keys)
 

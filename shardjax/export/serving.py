@@ -87,7 +87,7 @@ class Rows:
             at = np.minimum(at, len(self) - 1)
             found = self._keys[at] == unique
             places = self._places[at[found]].astype(np.int64)
-            rows[found] = self._vectors[places].astype(self.dtype)
+            rows[found] = self._vectors[places]
         return rows[inverse], found[inverse]
 
 
