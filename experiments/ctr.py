@@ -41,9 +41,10 @@ from experiments.output import (
 )
 from experiments.storage import AdmitConfig, EvictConfig, StorageConfig
 from experiments.tiers import tier_rates, tier_sizes
-from shardjax import embed, metrics, models, plots, train, writers, zero
+from shardjax import embed, export, metrics, models, plots, train, writers, zero
 from shardjax.data import Batch, Loader
 from shardjax.embed import Index
+from shardjax.folders import check_vacant
 from shardjax.network import from_nnx
 from shardjax.pacing import Pace
 from shardjax.state import TrainState, compute_metrics, init_state, stack_metrics
@@ -113,6 +114,9 @@ class Config:
     out: Path | None = None
     """Folder for the config, metrics.jsonl, TensorBoard events, curves.png, and tiers.png if
     rows lie off the devices."""
+    export: Path | None = None
+    """Folder for the trained model, network and rows, for use where nothing is trained: see
+    docs/export.md."""
 
     def __post_init__(self):
         sj.MeshShape.parse(self.mesh)
@@ -141,6 +145,8 @@ def main(config: Config) -> dict[str, Any]:
     started = time.perf_counter()
     if config.out is not None:
         claim(config.out, resumes(config))
+    if config.export is not None:
+        check_vacant(config.export, "`export`")
     sj.ensure_devices(config.mesh)
     mesh = sj.make_mesh(config.mesh)
     data = open_data(config.data, config.seed)
@@ -205,6 +211,11 @@ def main(config: Config) -> dict[str, Any]:
         writer.write(
             result["steps"], {k: v for k, v in values.items() if v is not None}
         )
+        if config.export is not None:
+            export.export_model(
+                network, collection, state, config.export, n_dense=data.n_dense
+            )
+            log.info("the model is in %s", config.export)
         rows = run.rows
     result = finite(result)
     result["seconds"] = round(time.perf_counter() - started, 2)

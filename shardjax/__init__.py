@@ -7,6 +7,7 @@ from shardjax import (
     checkpoint as checkpoint,
     data as data,
     embed as embed,
+    export as export,
     metrics as metrics,
     models as models,
     profiling as profiling,

@@ -1,8 +1,11 @@
-"""Folders that one process at a time writes to."""
+"""Folders that one process at a time writes to, and folders that appear whole."""
 
 import logging
 import os
+import shutil
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -96,3 +99,90 @@ class OwnFolder(LockedFolder):
             _log.info(
                 "%s: removed %d files of a process that has ended", self.path, len(left)
             )
+
+
+def check_vacant(path: str | os.PathLike, use: str, *, replace: bool = False) -> None:
+    """Raises unless `whole_folder` could give a folder this path.
+
+    Args:
+      path, use, replace: as of `whole_folder`.
+
+    Raises:
+      FileExistsError: if there is something.
+    """
+    path = Path(path)
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_dir():
+        raise FileExistsError(
+            f"{use} needs a folder of its own, and {str(path)!r} is something else. Give"
+            " another path"
+        )
+    if not replace and any(path.iterdir()):
+        raise FileExistsError(
+            f"{use} needs a folder of its own, and {str(path)!r} has files in it. Give"
+            " another path, or remove the folder first"
+        )
+
+
+@contextmanager
+def whole_folder(
+    path: str | os.PathLike, use: str, *, replace: bool = False
+) -> Iterator[Path]:
+    """A context in which to write a folder that appears whole at its end, or not at all.
+
+    It is written under a hidden name beside its own, ".NAME.partial", and what an earlier
+    process that was killed has left there is removed: let one process at a time write a
+    folder. At the end all files are put on the disk. An error in the context leaves
+    everything as it was.
+
+    Args:
+      path: of the folder; folders above it are made.
+      use: what it is for, in messages.
+      replace: whether it may take the place of a folder with files, which is removed once
+        the new one is written; else the path must be free, or an empty folder.
+
+    Returns:
+      In the context, the path to write below.
+
+    Raises:
+      FileExistsError: if there is something already; at the start.
+      OSError: if the folder cannot be written.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as above:
+      ...     with whole_folder(Path(above, "a"), "an export") as folder:
+      ...         _ = (folder / "x.txt").write_text("x")
+      ...     [file.name for file in Path(above, "a").iterdir()]
+      ['x.txt']
+    """
+    path = Path(os.path.abspath(path))
+    check_vacant(path, use, replace=replace)
+    partial, former = (path.parent / f".{path.name}.{x}" for x in ("partial", "former"))
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for folder, _, files in os.walk(partial):
+            for name in (*files, "."):
+                _sync(os.path.join(folder, name))
+        check_vacant(path, use, replace=replace)
+        if replace and path.is_dir():
+            shutil.rmtree(former, ignore_errors=True)
+            path.rename(former)
+        partial.rename(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    _sync(path.parent)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def _sync(path: str | os.PathLike) -> None:
+    """Has the system write a file or directory to the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -35,6 +35,26 @@ class Network:
     state: Any
 
 
+def finish_logits(logits: jax.Array, examples: int) -> jax.Array:
+    """What a model returned as float32 [batch].
+
+    Args:
+      logits: [batch], or [batch, 1].
+      examples: how many there have to be.
+
+    Raises:
+      ValueError: for another shape.
+    """
+    if logits.shape == (examples, 1):
+        logits = logits[:, 0]
+    if logits.shape != (examples,):
+        raise ValueError(
+            f"the model must return logits of shape [batch] = ({examples},), got"
+            f" {logits.shape}"
+        )
+    return logits.astype(jax.numpy.float32)
+
+
 def from_nnx(module: nnx.Module) -> Network:
     """The network of an nnx module; the module itself is not changed by training.
 

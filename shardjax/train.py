@@ -22,7 +22,7 @@ from shardjax.embed import EmbeddingCollection, Index, sequence_masks, split_fea
 from shardjax.embed.layout import Layout, pack
 from shardjax.embed.plan import Plan
 from shardjax.metrics import Metric
-from shardjax.network import Network
+from shardjax.network import Network, finish_logits
 from shardjax.pacing import Pace
 from shardjax.precision import all_finite, choose
 from shardjax.state import TrainState, plan_network, stack_metrics
@@ -182,17 +182,6 @@ def binary_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.sigmoid_binary_cross_entropy(logits, labels)
 
 
-def _finish_logits(logits: jax.Array, examples: int) -> jax.Array:
-    if logits.shape == (examples, 1):
-        logits = logits[:, 0]
-    if logits.shape != (examples,):
-        raise ValueError(
-            f"the model must return logits of shape [batch] = ({examples},), got"
-            f" {logits.shape}"
-        )
-    return logits.astype(jnp.float32)
-
-
 def _losses(loss, logits, labels, weights):
     """The loss of each example, zero (and of zero gradient) where its weight is."""
     # inside as well: the gradient of a loss that is not finite is NaN, even times zero
@@ -313,7 +302,7 @@ def make_train_step(
             logits, new_state = network.apply(
                 whole, model_state, dense, embeddings, train=True
             )
-            logits = _finish_logits(logits, len(labels))
+            logits = finish_logits(logits, len(labels))
             losses = _losses(loss, logits, labels, weights)
             value = jnp.sum(weights * losses) * scale
             scaled = value if loss_scale is None else value * loss_scale
@@ -483,7 +472,7 @@ def make_eval_step(
         logits, _ = network.apply(
             params, model_state, arrays["dense"], embeddings, train=False
         )
-        logits = _finish_logits(logits, layout.examples)
+        logits = finish_logits(logits, layout.examples)
         losses = _losses(loss, logits, arrays["labels"], arrays["weights"])
         metrics = _update_metrics(metrics, arrays, logits, losses, predict)
         return metrics, predict(logits)

@@ -17,7 +17,7 @@ import tensorboardX  # noqa: F401  its import sets an environment variable
 from experiments import config as configs, ctr
 from experiments.data import DataConfig, guess_format, open_data
 from experiments.tiers import tier_rates
-from shardjax import embed
+from shardjax import embed, export, metrics
 from shardjax.writers import read_rows
 
 ROOT = Path(__file__).parent.parent
@@ -97,11 +97,19 @@ def test_meshes_give_the_same_result():
         np.testing.assert_allclose(r["eval/logloss"], plain["eval/logloss"], rtol=1e-4)
 
 
-def test_stages_of_the_network_give_the_same_result():
+@pytest.fixture(scope="module")
+def stage_3(tmp_path_factory):
+    """A run with parameters in parts, which writes its model: config and result."""
+    folder = str(tmp_path_factory.mktemp("stage_3") / "model")
+    config = small(mesh="8x1", zero=3, steps=4, export=folder)
+    return config, ctr.main(config)
+
+
+def test_stages_of_the_network_give_the_same_result(stage_3):
     plain = plain_result()
-    for changes in ({"mesh": "4x2", "zero": 2}, {"mesh": "8x1", "zero": 3}):
-        found = ctr.main(small(steps=4, **changes))
-        assert found["zero"] == changes["zero"]
+    stage_2 = ctr.main(small(mesh="4x2", zero=2, steps=4))
+    for stage, found in ((2, stage_2), (3, stage_3[1])):
+        assert found["zero"] == stage
         np.testing.assert_allclose(
             found["eval/logloss"], plain["eval/logloss"], rtol=1e-4
         )
@@ -110,6 +118,30 @@ def test_stages_of_the_network_give_the_same_result():
         few_bits["eval/logloss"], plain["eval/logloss"], rtol=0.02
     )
     assert few_bits["eval/logloss"] != plain["eval/logloss"]
+
+
+def test_an_exported_model_gives_the_scores_of_the_evaluation(stage_3):
+    config, result = stage_3
+    model = export.load_model(config.export)
+    assert model.step == 4 and result["eval/unseen"] > 0
+    assert sum(map(len, model.tables.values())) == result["unique_keys"]
+    metric = metrics.LogLoss()
+    for chunk in open_data(config.data, config.seed).eval.chunks():
+        keys = dict(zip(chunk.fixed_names, chunk.fixed, strict=True)) | chunk.jagged
+        metric = metric.update(
+            labels=chunk.labels,
+            predictions=model(chunk.dense, keys),
+            weights=np.ones(chunk.size),
+        )
+    np.testing.assert_allclose(metric.compute(), result["eval/logloss"], rtol=1e-6)
+
+
+def test_a_folder_for_the_model_that_has_files_is_refused_at_once(tmp_path):
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(
+        FileExistsError, match="`export` needs a folder of its own, and"
+    ):
+        ctr.main(small(export=str(tmp_path)))
 
 
 def test_steps_are_traced(tmp_path):

@@ -1,4 +1,4 @@
-"""The README's Python runs, and its commands are those that CI runs."""
+"""The Python of the README and of docs/export.md runs; commands are those that CI runs."""
 
 import re
 from pathlib import Path
@@ -11,6 +11,19 @@ def test_the_example_runs(capsys):
     code = "\n".join(blocks)
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
     assert re.search(r"\d+ \{'auc': ", capsys.readouterr().out)
+
+
+def test_the_examples_of_exports_run(capsys):
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/export.md").read_text(), re.S
+    )
+    code = "\n".join(blocks)
+    exec(compile(code, "export.md", "exec"), {"__name__": "export"})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "['key', 'vector', 'last_step', 'uses'] (1000, 4)"
+    assert lines[1] == "(1000,) (1000, 4) float32"
+    assert lines[2].startswith("[0.")
+    assert lines[3] == "[ True False]"
 
 
 def test_ci_runs_the_second_command():

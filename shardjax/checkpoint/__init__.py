@@ -6,8 +6,9 @@
     Manifest                 what is known of a step
     CorruptCheckpointError   a step is not what was written
     compact                  makes a step with all rows of an increment
+    export_checkpoint        rows of a step for other programs
 
-On the command line: ``python -m shardjax.checkpoint inspect|verify|prune|compact DIR``.
+On the command line: ``python -m shardjax.checkpoint inspect|verify|prune|compact|export``.
 """
 
 from shardjax.checkpoint.checkpointer import (
@@ -16,6 +17,7 @@ from shardjax.checkpoint.checkpointer import (
     Restored as Restored,
 )
 from shardjax.checkpoint.compact import compact as compact
+from shardjax.checkpoint.export import export_checkpoint as export_checkpoint
 from shardjax.checkpoint.interval import (
     SavePolicy as SavePolicy,
     parse_interval as parse_interval,

@@ -1,9 +1,10 @@
-"""Looks at the checkpoints of a run, checks them and removes old ones.
+"""Looks at the checkpoints of a run, checks them, removes old ones and exports rows.
 
     python -m shardjax.checkpoint inspect DIR [--step N]
     python -m shardjax.checkpoint verify DIR [--step N]
     python -m shardjax.checkpoint prune DIR --keep K
     python -m shardjax.checkpoint compact DIR [--step N]
+    python -m shardjax.checkpoint export DIR OUT [--step N] [--format arrow|npy]
 
 Exit code 0: all is well; 1: a step is not what was written; 2: it could not be done.
 """
@@ -18,8 +19,10 @@ from tqdm import tqdm
 
 from shardjax.checkpoint.chain import chain_of
 from shardjax.checkpoint.compact import compact
+from shardjax.checkpoint.export import export_checkpoint
 from shardjax.checkpoint.manifest import MANIFEST, CorruptCheckpointError, Manifest
 from shardjax.checkpoint.steps import StepFolder
+from shardjax.embed import TableRows
 
 
 class _Bar(tqdm):
@@ -48,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "verify": _verify,
         "prune": _prune,
         "compact": _compact,
+        "export": _export,
     }
     run = commands[chosen.command]
     try:
@@ -60,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m shardjax.checkpoint",
-        description="Looks at the checkpoints of a run, checks them and removes old ones.",
+        description="Looks at the checkpoints of a run, checks them, removes old ones and"
+        " exports rows.",
         epilog="Exit code 0: all is well; 1: a step is not what was written; 2: it could"
         " not be done.",
     )
@@ -71,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
         "prune": "remove old steps; not while a run writes to the folder",
         "compact": "write a step that has the changes since others anew, with all rows, so"
         " that those can go; not while a run writes to the folder",
+        "export": "write rows of embedding tables, keys and vectors, into files for other"
+        " programs",
     }
     for name, text in texts.items():
         command = commands.add_parser(
@@ -92,9 +99,41 @@ def _parser() -> argparse.ArgumentParser:
             "inspect": "show this step, with the details that were kept with it",
             "verify": "check this step only",
             "compact": "this step; the newest one without",
+            "export": "of this step; of the newest one without",
         }
         command.add_argument("--step", type=int, metavar="N", help=more[name])
+        if name == "export":
+            _add_export_options(command)
     return parser
+
+
+def _add_export_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("out", metavar="OUT", help="the folder for the files")
+    command.add_argument(
+        "--format",
+        choices=["arrow", "npy"],
+        default="arrow",
+        help="an Arrow file (Feather) per table, or a NumPy array per column; arrow"
+        " without",
+    )
+    command.add_argument(
+        "--table",
+        action="append",
+        metavar="T",
+        help="this table; may be given several times; all tables without",
+    )
+    command.add_argument(
+        "--min-uses",
+        type=int,
+        metavar="N",
+        help="only rows that at least N training steps have used; for tables with an"
+        " eviction policy or a storage, which keep that",
+    )
+    command.add_argument(
+        "--replace",
+        action="store_true",
+        help="remove the files that OUT has, once the new ones are written",
+    )
 
 
 def _inspect(chosen) -> int:
@@ -141,15 +180,7 @@ def _verify(chosen) -> int:
         for step in steps:
             try:
                 manifest = folder.read(step)
-                # a line of its own to watch, where somebody does; the result stays
-                with _Bar(
-                    desc=f"step {step}",
-                    total=manifest.size,
-                    unit="B",
-                    unit_scale=True,
-                    leave=False,
-                    disable=None,
-                ) as bar:
+                with _bar(step, manifest.size) as bar:
                     folder.verify(step, bar.update)
             except CorruptCheckpointError as error:
                 print(error)
@@ -180,20 +211,59 @@ def _compact(chosen) -> int:
                 )
             step = folder.steps()[-1]
         sizes = [manifest.size for manifest in chain_of(folder, step)]
-        with _Bar(
-            desc=f"step {step}",
-            total=sum(sizes) if len(sizes) > 1 else 0,
-            unit="B",
-            unit_scale=True,
-            leave=False,
-            disable=None,
-        ) as bar:
+        with _bar(step, sum(sizes) if len(sizes) > 1 else 0) as bar:
             steps = compact(folder, step, bar.update)
         size = _size(folder.read(step).size)
         print(
             f"step {step}: {f'made of {steps} steps' if steps > 1 else 'as it was'}, {size}"
         )
     return 0
+
+
+def _export(chosen) -> int:
+    def often(table: str, rows: TableRows):
+        if rows.uses is None:
+            raise ValueError(
+                f"of table {table!r} nobody has kept how often its rows are used: leave"
+                " out --min-uses, or name other tables with --table"
+            )
+        return rows.uses >= chosen.min_uses
+
+    with StepFolder(chosen.directory, write=False) as folder:
+        steps = folder.steps()
+        step = chosen.step if chosen.step is not None or not steps else steps[-1]
+        total = 0
+        if step is not None:
+            total = sum(manifest.size for manifest in chain_of(folder, step))
+    with _bar(step, total) as bar:
+        try:
+            counts = export_checkpoint(
+                chosen.directory,
+                chosen.out,
+                step,
+                format=chosen.format,
+                tables=chosen.table,
+                filter=None if chosen.min_uses is None else often,
+                replace=chosen.replace,
+                progress=bar.update,
+            )
+        except KeyError as error:
+            raise ValueError(error.args[0]) from error
+    for table, count in counts.items():
+        print(f"step {step}: {count} rows of table {table!r}")
+    return 0
+
+
+def _bar(step: int | None, total: int) -> _Bar:
+    """How much has been read: a line of its own to watch, where somebody does."""
+    return _Bar(
+        desc=f"step {step}",
+        total=total,
+        unit="B",
+        unit_scale=True,
+        leave=False,
+        disable=None,
+    )
 
 
 def _when(manifest: Manifest) -> str:

@@ -20,7 +20,6 @@ import numpy as np
 
 from shardjax.embed import exchange
 from shardjax.embed.draft import TableState
-from shardjax.embed.eviction import UNIT
 from shardjax.embed.exchange import embed_group, gather_rows, scatter_rows
 from shardjax.embed.groups import Group, plan_groups
 from shardjax.embed.jagged import Jagged, as_keys
@@ -33,7 +32,7 @@ from shardjax.embed.records import hashes_of
 from shardjax.embed.snapshots import Snapshots
 from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.storage import Storage
-from shardjax.embed.table_rows import TableRows
+from shardjax.embed.table_rows import TableRows, as_facts, facts_of
 from shardjax.embed.translate import owners_of
 from shardjax.precision import choose
 
@@ -94,17 +93,18 @@ class EmbeddingCollection:
         self.mesh = mesh
         self.axes = tuple(mesh.axis_names)
         self.devices = mesh.size
+        self.seed = int(seed)
         self.groups = plan_groups(self.features, self.devices, storage)
         self.planner = Planner(
             self.groups,
             self.features,
             self.devices,
-            int(seed),
+            self.seed,
             threads=threads,
         )
         self._initial_rows = initial_rows
         self._mover = Mover(self.groups, mesh)
-        self.snapshots = Snapshots(self.groups, self.planner, self._mover, int(seed))
+        self.snapshots = Snapshots(self.groups, self.planner, self._mover, self.seed)
 
     def spec(self, group: Group) -> jax.P:
         """How the slots of a group lie over the mesh."""
@@ -499,21 +499,36 @@ class EmbeddingCollection:
         return self._export(state, g, entry, chunk)
 
     def _export(self, state, g: int, entry: TableState, chunk: int):
-        spec, tier = entry.table.spec, self.planner.tiers[g]
+        name = entry.table.spec.name
+        names = self.facts(name)
         salted = self.planner.keys(g, entry)
         salted = salted[np.argsort(hashes_of(salted))]  # as they lie on disk
         for start in range(0, len(salted), chunk):
             part = salted[start : start + chunk]
             keys = part - entry.table.salt
-            read: Any = self.lookup_rows(state, spec.name, keys)
+            read: Any = self.lookup_rows(state, name, keys)
             facts: dict[str, np.ndarray] = {}
-            if tier.residents.tracked:
+            if names:
                 owners = self._owners(g, entry.table.owner, part)
-                last_step, tallies = self.planner.facts(g, entry, part, owners)
-                facts = {"last_step": last_step, "uses": tallies}
-                if spec.show_click is not None:
-                    facts = {"last_step": last_step, "scores": tallies / UNIT}
+                known = self.planner.facts(g, entry, part, owners)
+                facts = as_facts(names, *known)
             yield TableRows(keys, read["rows"], read["row_state"], **facts)
+
+    def facts(self, table: str) -> tuple[str, ...]:
+        """What `export` tells of the rows of a table beside their numbers.
+
+        Args:
+          table: its name.
+
+        Returns:
+          Names of fields of `TableRows`: none, or "last_step" and "uses" or "scores".
+
+        Raises:
+          KeyError: for an unknown table.
+        """
+        g, entry = self._table(table)
+        tracked = self.planner.tiers[g].residents.tracked
+        return facts_of(entry.table.spec, tracked)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """How many rows are where, as planned, by slab.

@@ -12,6 +12,7 @@ from shardjax.embed.groups import Group
 from shardjax.embed.moves import record_leaves, to_words, unpack_leaves
 from shardjax.embed.outline import FACT_WORDS, Outline
 from shardjax.embed.records import keys_of
+from shardjax.embed.table_rows import facts_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +49,14 @@ def describe(
                 **layout,
                 "rows": tier.count,
                 "words": FACT_WORDS + tier.words,
+                "facts": [
+                    list(facts_of(t.spec, tier.device.last_steps is not None))
+                    for t in group.tables
+                ],
             }
-            for layout, tier in zip(layout_of(groups), outline.tiers, strict=True)
+            for layout, group, tier in zip(
+                layout_of(groups), groups, outline.tiers, strict=True
+            )
         ],
     }
 

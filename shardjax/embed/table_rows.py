@@ -1,8 +1,12 @@
 """Rows of a table on the host, with all that is known of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from shardjax.embed.eviction import UNIT
+from shardjax.embed.spec import TableSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,3 +33,38 @@ class TableRows:
     last_step: np.ndarray | None = None
     uses: np.ndarray | None = None
     scores: np.ndarray | None = None
+
+    def take(self, index: np.ndarray) -> "TableRows":
+        """Those of a mask, bool [n], or of numbers, int [m]."""
+        facts = {
+            name: None if x is None else x[index]
+            for name in FACTS
+            for x in [getattr(self, name)]
+        }
+        state = [x[index] for x in self.row_state]
+        return TableRows(self.keys[index], self.rows[index], state, **facts)
+
+
+FACTS = ("last_step", "uses", "scores")
+
+
+def as_facts(
+    names: Sequence[str], last_steps: np.ndarray, tallies: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Fields of `TableRows`, of `facts_of`, from what tiers keep of rows."""
+    if not names:
+        return {}
+    kept = tallies / UNIT if "scores" in names else tallies
+    return dict(zip(names, (last_steps, kept), strict=True))
+
+
+def facts_of(spec: TableSpec, tracked: bool) -> tuple[str, ...]:
+    """Which fields of `TableRows` a table has beside its numbers.
+
+    Args:
+      spec: of the table.
+      tracked: whether anything is kept of its rows.
+    """
+    if not tracked:
+        return ()
+    return "last_step", "uses" if spec.show_click is None else "scores"

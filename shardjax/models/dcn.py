@@ -115,7 +115,7 @@ class DCN(nnx.Module):
         vectors = stack_rows(
             "DCN", self.features, self.n_dense, self.dim, dense, embeddings
         )
-        flat = vectors.reshape(len(vectors), len(self.features) * self.dim)
+        flat = vectors.reshape(vectors.shape[0], len(self.features) * self.dim)
         x0 = jnp.concatenate([dense, flat], axis=1)
         x = x0
         for layer, expand in enumerate(self.expand):

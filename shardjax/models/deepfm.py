@@ -110,5 +110,5 @@ class DeepFM(nnx.Module):
         logits = self.linear(dense, rows[:, :, 0]) + pairwise_interaction(vectors)
         if self.deep is None:
             return logits
-        flat = vectors.reshape(len(rows), len(self.features) * self.dim)
+        flat = vectors.reshape(rows.shape[0], len(self.features) * self.dim)
         return logits + self.deep(jnp.concatenate([dense, flat], axis=1))[:, 0]

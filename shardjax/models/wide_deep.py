@@ -105,6 +105,6 @@ class WideDeep(nnx.Module):
             dense,
             embeddings,
         )
-        vectors = rows[:, :, 1:].reshape(len(rows), len(self.features) * self.dim)
+        vectors = rows[:, :, 1:].reshape(rows.shape[0], len(self.features) * self.dim)
         deep = self.deep(jnp.concatenate([dense, vectors], axis=1))
         return self.linear(dense, rows[:, :, 0]) + deep[:, 0]

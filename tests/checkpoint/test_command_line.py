@@ -118,16 +118,17 @@ def test_empty_folders(tmp_path, capsys):
     path = str(tmp_path)
     assert call(capsys, "inspect", path) == (0, "no steps\n", "")
     assert call(capsys, "prune", path, "--keep", "1") == (0, "steps left: none\n", "")
-    for command in ("verify", "compact"):
+    for command in ("verify", "compact", "export"):
         message = f"error: there are no steps in {path!r} to {command}. Give the folder"
-        code, out, err = call(capsys, command, path)
+        more = [f"{path}/out"] if command == "export" else []
+        code, out, err = call(capsys, command, path, *more)
         assert (code, out) == (2, "") and err.startswith(message)
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "prune", "compact"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "prune", "compact", "export"])
 def test_a_folder_that_is_not_there(tmp_path, capsys, command):
     path = str(tmp_path / "gone")
-    more = ["--keep", "1"] if command == "prune" else []
+    more = {"prune": ["--keep", "1"], "export": [f"{path}/out"]}.get(command, [])
     code, out, err = call(capsys, command, path, *more)
     message = (
         f"error: checkpoints are read from a folder, and {path!r} is none. Give the"
@@ -170,6 +171,10 @@ def test_prune_leaves_a_folder_alone_that_a_run_writes_to(path, capsys):
         (["inspect"], ["the folder of the checkpoints", "show this step"]),
         (["verify"], ["the folder of the checkpoints", "check this step only"]),
         (["prune"], ["the folder of the checkpoints", "how many of the newest"]),
+        (
+            ["export"],
+            ["the folder for the files", "Feather", "this table", "at least N"],
+        ),
     ],
 )
 def test_help_explains_each_option(capsys, arguments, texts):
@@ -181,7 +186,9 @@ def test_help_explains_each_option(capsys, arguments, texts):
     assert "python -m shardjax.checkpoint" in out
 
 
-@pytest.mark.parametrize("arguments", [[], ["shrink", "x"], ["prune", "x"], ["verify"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["shrink", "x"], ["prune", "x"], ["verify"], ["export", "x"]]
+)
 def test_arguments_that_are_missing_or_unknown(capsys, arguments):
     with pytest.raises(SystemExit) as end:
         main(arguments)
