@@ -23,6 +23,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,8 @@ class Variant:
     """A compiled step with its state and the times that its steps took."""
 
     def __init__(self, step, state, batch):
-        compiled = getattr(step, "jitted", step).lower(state, batch).compile()
+        jitted: Any = getattr(step, "jitted", step)
+        compiled = jitted.lower(state, batch).compile()
         self.step, self.state, self.batch = step, state, batch
         self.temporaries = profiling.memory(compiled).temporaries
         self.times: list[float] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
-_FORMAT = 2
+_FORMAT = 3
 
 
 class CorruptCheckpointError(OSError):

@@ -10,6 +10,8 @@ import weakref
 from typing import Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
@@ -105,7 +107,7 @@ def _refuse_twice(state: PyTree) -> None:
 def _places(x: jax.Array) -> list[Any]:
     """What no other array may have: where it lies, as far as that can be asked."""
     places: list[Any] = [id(x)]
-    if not x.size or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if not x.size or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return places
     for shard in x.addressable_shards:
         if shard.device.platform == "cpu":

@@ -124,10 +124,10 @@ def test_a_newer_format_is_no_damage(folder):
     save(folder, 1)
     save(folder, 2)
     file = folder.path / "step_2" / "manifest.json"
-    inner = json.loads(file.read_bytes())["manifest"] | {"format": 3, "news": 1}
+    inner = json.loads(file.read_bytes())["manifest"] | {"format": 4, "news": 1}
     file.write_bytes(_with_checksum(inner))
     message = (
-        "step 2 in .* has format 3, and this version of shardjax reads format 2. Use"
+        "step 2 in .* has format 4, and this version of shardjax reads format 3. Use"
     )
     for action in (lambda: folder.read(2), lambda: folder.newest_valid("fallback")):
         with pytest.raises(ValueError, match=message):

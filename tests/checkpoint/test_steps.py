@@ -40,7 +40,7 @@ def test_a_step_is_read_as_it_was_written(folder):
 def test_the_manifest_is_plain_json(folder):
     save(folder, 3, {"b": 1, "a": [1.5]}, {"f": b"abc"})
     inner = {
-        "format": 2,
+        "format": 3,
         "step": 3,
         "details": {"a": [1.5], "b": 1},
         "needs": [],
