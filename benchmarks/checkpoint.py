@@ -323,6 +323,70 @@ def reading(run, folder, a):
     return found
 
 
+def show_costs(run, folder, a):
+    """What saves cost, and how much of the interval that auto has chosen."""
+    auto = tune(run, folder, a)
+    interval = int(auto["interval"])
+    if not interval:
+        sys.exit(f"auto has not settled in {a.most_steps} steps: give more --most-steps")
+    print("auto:", json.dumps({k: round(v, 4) for k, v in auto.items()}))
+    found = costs(run, folder, a)
+    usual = found["none"]
+    step = statistics.median(usual["took"]) / a.span
+    print(
+        f"{a.span} steps with a save, {a.rounds} turns, medians; a step: {step:.4f} s"
+    )
+    print(f"{'':26}{'costs s':>9}{'stall s':>9}{'there after s':>15}{'memory MB':>11}")
+    for name, x in found.items():
+        x["cost"] = [y - z for y, z in zip(x["took"], usual["took"])]  # noqa: B905
+        more = statistics.median(x["memory"]) - statistics.median(usual["memory"])
+        cost, stall, there = (
+            statistics.median(x[key]) for key in ("cost", "stall", "there")
+        )
+        print(f"{name:26}{cost:>9.2f}{stall:>9.3f}{there:>15.2f}{more / MB:>11.0f}")
+    shares = [100 * cost / (interval * step) for cost in found["shardjax"]["cost"]]
+    print(
+        f"every {interval} steps, shardjax costs {statistics.median(shares):.1f} % of the"
+        f" time (turns: {', '.join(f'{x:.1f}' for x in sorted(shares))})"
+    )
+    return {"auto": auto, "ways": found}
+
+
+def show_bandwidth(run, folder, a):
+    """Bytes per second without training."""
+    band = bandwidth(run, folder, a)
+    rates = [band["bytes"] / statistics.median(band[k][1:]) for k in ("save", "plain")]
+    print(
+        f"without training: {band['bytes'] / MB:.0f} MB at {rates[0] / MB:.0f} MB/s; a"
+        f" plain writer {rates[1] / MB:.0f} MB/s: {rates[0] / rates[1]:.2f}x"
+    )
+    return band
+
+
+def show_increments(run, folder, a):
+    """Increments beside steps with all rows, and how long it takes to read both."""
+    inc = increments(run, folder, a)
+    full = statistics.median(inc["full"])
+    print(
+        f"{100 * inc['share'][1]:.1f} % of the rows changed: increment"
+        f" {inc['sizes'][1] / MB:.1f} MB of {inc['sizes'][0] / MB:.1f}"
+        f" ({100 * inc['sizes'][1] / inc['sizes'][0]:.1f} %),"
+        f" {statistics.median(inc['increment']):.2f} s of {full:.2f}"
+        f" ({100 * statistics.median(inc['increment']) / full:.1f} %)"
+    )
+    inc["reading"] = reading(run, folder, a)
+    for name, seconds in inc["reading"].items():
+        print(f"restoring {name}: {seconds:.2f} s")
+    return inc
+
+
+PARTS = {
+    "costs": show_costs,
+    "bandwidth": show_bandwidth,
+    "increments": show_increments,
+}
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -336,6 +400,9 @@ def main():
     parser.add_argument("--other-rounds", type=int, default=3, help="of the rest")
     parser.add_argument("--span", type=int, default=300, help="steps after a save")
     parser.add_argument("--share", type=float, default=0.05, help="of rows that change")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure"
+    )
     parser.add_argument("--folder", help="where to write; a temporary one")
     a = parser.parse_args()
     import shardjax as sj
@@ -346,48 +413,9 @@ def main():
         run = Run(a)
         run.know_all()
         run.steps(len(run.made))  # all that is to be compiled
-        report: dict[str, Any] = {"auto": tune(run, folder, a)}
-        interval = int(report["auto"]["interval"])
-        print("auto:", json.dumps({k: round(v, 4) for k, v in report["auto"].items()}))
-        report["costs"] = found = costs(run, folder, a)
-        usual = found["none"]
-        step = statistics.median(usual["took"]) / a.span
-        print(
-            f"{a.span} steps with a save, {a.rounds} turns, medians; a step: {step:.4f} s"
-        )
-        print(
-            f"{'':26}{'costs s':>9}{'stall s':>9}{'there after s':>15}{'memory MB':>11}"
-        )
-        for name, x in found.items():
-            x["cost"] = [y - z for y, z in zip(x["took"], usual["took"])]  # noqa: B905
-            more = statistics.median(x["memory"]) - statistics.median(usual["memory"])
-            cost, stall, there = (
-                statistics.median(x[key]) for key in ("cost", "stall", "there")
-            )
-            print(f"{name:26}{cost:>9.2f}{stall:>9.3f}{there:>15.2f}{more / MB:>11.0f}")
-        shares = [100 * cost / (interval * step) for cost in found["shardjax"]["cost"]]
-        print(
-            f"every {interval} steps, shardjax costs {statistics.median(shares):.1f} % of the"
-            f" time (turns: {', '.join(f'{x:.1f}' for x in sorted(shares))})"
-        )
-        report["bandwidth"] = band = bandwidth(run, folder, a)
-        rates = [
-            band["bytes"] / statistics.median(band[k][1:]) for k in ("save", "plain")
-        ]
-        print(
-            f"without training: {band['bytes'] / MB:.0f} MB at {rates[0] / MB:.0f} MB/s; a"
-            f" plain writer {rates[1] / MB:.0f} MB/s: {rates[0] / rates[1]:.2f}x"
-        )
-        report["increments"] = inc = increments(run, folder, a)
-        print(
-            f"{100 * inc['share'][1]:.1f} % of the rows changed: increment"
-            f" {inc['sizes'][1] / MB:.1f} MB of {inc['sizes'][0] / MB:.1f}"
-            f" ({100 * inc['sizes'][1] / inc['sizes'][0]:.1f} %),"
-            f" {statistics.median(inc['increment']):.2f} s of {inc['full'][0]:.2f}"
-        )
-        report["reading"] = reading(run, folder, a)
-        for name, seconds in report["reading"].items():
-            print(f"restoring {name}: {seconds:.2f} s")
+        report: dict[str, Any] = {}
+        for part in a.parts:
+            report[part] = PARTS[part](run, folder, a)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps(report))

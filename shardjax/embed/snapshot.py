@@ -155,8 +155,14 @@ class Snapshot:
         most = 1 << most.bit_length() - 1  # as many as a gather takes anyway
         while self._left[g]:
             start = self._hands[g]
-            part = unread[:, start : start + most]
-            self._hands[g] = start + most
+            stop, counts = start + most, unread[:, start : start + most].sum(1)
+            while stop < unread.shape[1]:  # few rows are left of an increment
+                counts = counts + unread[:, stop : stop + most].sum(1)
+                if counts.max() > most:
+                    break
+                stop += most
+            self._hands[g] = stop
+            part = unread[:, start:stop]
             if part.any():
                 slots = [start + np.flatnonzero(x).astype(np.int32) for x in part]
                 part[:] = False
