@@ -328,7 +328,9 @@ def show_costs(run, folder, a):
     auto = tune(run, folder, a)
     interval = int(auto["interval"])
     if not interval:
-        sys.exit(f"auto has not settled in {a.most_steps} steps: give more --most-steps")
+        sys.exit(
+            f"auto has not settled in {a.most_steps} steps: give more --most-steps"
+        )
     print("auto:", json.dumps({k: round(v, 4) for k, v in auto.items()}))
     found = costs(run, folder, a)
     usual = found["none"]
