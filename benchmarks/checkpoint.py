@@ -226,22 +226,25 @@ def costs(run, folder, a):
     }
     if importlib.util.find_spec("torch"):
         ways["torch.save"] = (torch_save, True)
-    found = {n: {"took": [], "stall": [], "there": [], "memory": []} for n in ways}
+    ways = {n: way for n, way in ways.items() if n in ("none", *(a.ways or ways))}
+    keys = ("took", "cpu", "stall", "there", "memory")
+    found = {n: {key: [] for key in keys} for n in ways}
     names = list(ways)
     for turn in range(a.rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             way, wait = ways[name]
             path = folder / f"{turn}_{names.index(name)}"
             with Peak() as peak:
-                start = time.perf_counter()
+                start, cpu = time.perf_counter(), time.process_time()
                 finish = way(run, path, wait)
                 stall = time.perf_counter() - start
                 run.steps(a.span)
                 took = time.perf_counter() - start
                 finish()
                 there = stall if wait else time.perf_counter() - start
-            values = (took + max(there - took, 0), stall, there, peak.above)
-            for key, value in zip(("took", "stall", "there", "memory"), values):  # noqa: B905
+                cpu = time.process_time() - cpu
+            values = (took + max(there - took, 0), cpu, stall, there, peak.above)
+            for key, value in zip(keys, values):  # noqa: B905
                 found[name][key].append(value)
             shutil.rmtree(path, ignore_errors=True)
             gc.collect()
@@ -338,19 +341,22 @@ def show_costs(run, folder, a):
     print(
         f"{a.span} steps with a save, {a.rounds} turns, medians; a step: {step:.4f} s"
     )
-    print(f"{'':26}{'costs s':>9}{'stall s':>9}{'there after s':>15}{'memory MB':>11}")
+    heads = ("costs s", "CPU s", "stall s", "there after s", "memory MB")
+    print(f"{'':26}" + "".join(f"{head:>15}" for head in heads))
     for name, x in found.items():
         x["cost"] = [y - z for y, z in zip(x["took"], usual["took"])]  # noqa: B905
+        x["cpu cost"] = [y - z for y, z in zip(x["cpu"], usual["cpu"])]  # noqa: B905
         more = statistics.median(x["memory"]) - statistics.median(usual["memory"])
-        cost, stall, there = (
-            statistics.median(x[key]) for key in ("cost", "stall", "there")
+        shown = ("cost", "cpu cost", "stall", "there")
+        cells = [*(statistics.median(x[key]) for key in shown), more / MB]
+        print(f"{name:26}" + "".join(f"{cell:>15.2f}" for cell in cells))
+    cpu = statistics.median(usual["cpu"]) / a.span
+    for what, key, each in (("time", "cost", step), ("CPU time", "cpu cost", cpu)):
+        shares = [100 * cost / (interval * each) for cost in found["shardjax"][key]]
+        print(
+            f"every {interval} steps, shardjax costs {statistics.median(shares):.1f} % of"
+            f" the {what} (turns: {', '.join(f'{x:.1f}' for x in sorted(shares))})"
         )
-        print(f"{name:26}{cost:>9.2f}{stall:>9.3f}{there:>15.2f}{more / MB:>11.0f}")
-    shares = [100 * cost / (interval * step) for cost in found["shardjax"]["cost"]]
-    print(
-        f"every {interval} steps, shardjax costs {statistics.median(shares):.1f} % of the"
-        f" time (turns: {', '.join(f'{x:.1f}' for x in sorted(shares))})"
-    )
     return {"auto": auto, "ways": found}
 
 
@@ -405,6 +411,7 @@ def main():
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure"
     )
+    parser.add_argument("--ways", nargs="+", help="to save; all without")
     parser.add_argument("--folder", help="where to write; a temporary one")
     a = parser.parse_args()
     import shardjax as sj
