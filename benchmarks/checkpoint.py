@@ -279,7 +279,7 @@ def increments(run, folder, a):
     """Size and seconds of saves after steps that touch a part of the rows."""
     from shardjax.checkpoint import Checkpointer
 
-    found = {"full": [], "increment": [], "sizes": [], "share": []}
+    found: dict[str, Any] = {"full": [], "increment": [], "sizes": [], "share": []}
     made = run.touching(a.share)
     with Checkpointer(
         folder / "increments", keep=None, full_every=99, collection=run.collection

@@ -323,8 +323,8 @@ What is on the wire beyond the plan, of the size large, is the compiler's choice
 - Stage 0 with offload is short of memory: the compiler all-reduces gradients a second time for
   the update and does not keep them.
 - Refused on 16x16 is the offload of the norms' scales: a device keeps 8 of their 2048 columns.
-- With parameters offloaded too (offload all), what is left on the device is gradients, and what the
-  compiler keeps for a while.
+- With parameters offloaded too (offload all), what is left on the device is
+  gradients, and what the compiler keeps for a while.
 - With one microbatch, as here, stages 1 and 2 are the same program.
 """
 

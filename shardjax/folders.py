@@ -1,5 +1,7 @@
 """Folders that one process at a time writes to, and folders that appear whole."""
 
+import errno
+import fcntl
 import logging
 import os
 import shutil
@@ -9,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
+_MARKS = ("rows.json", "model.json")  # files that an export has
 _LOCK = "shardjax.lock"
 
 
@@ -118,7 +121,13 @@ def check_vacant(path: str | os.PathLike, use: str, *, replace: bool = False) ->
             f"{use} needs a folder of its own, and {str(path)!r} is something else. Give"
             " another path"
         )
-    if not replace and any(path.iterdir()):
+    names = {entry.name for entry in path.iterdir()}
+    if replace and names and not names & set(_MARKS):
+        raise FileExistsError(
+            f"{use} may take the place of an export alone, which has one of"
+            f" {list(_MARKS)}, and {str(path)!r} has other files. Give another path"
+        )
+    if not replace and names:
         raise FileExistsError(
             f"{use} needs a folder of its own, and {str(path)!r} has files in it. Give"
             " another path, or remove the folder first"
@@ -131,22 +140,23 @@ def whole_folder(
 ) -> Iterator[Path]:
     """A context in which to write a folder that appears whole at its end, or not at all.
 
-    It is written under a hidden name beside its own, ".NAME.partial", and what an earlier
-    process that was killed has left there is removed: let one process at a time write a
-    folder. At the end all files are put on the disk. An error in the context leaves
-    everything as it was.
+    It is written under a hidden name beside its own, ".NAME.partial", which is locked
+    meanwhile; what a process that was killed has left there is removed. At the end all files
+    are put on the disk. An error in the context leaves everything as it was.
 
     Args:
       path: of the folder; folders above it are made.
       use: what it is for, in messages.
-      replace: whether it may take the place of a folder with files, which is removed once
-        the new one is written; else the path must be free, or an empty folder.
+      replace: whether it may take the place of an earlier export, which is removed once the
+        new one is written; else the path must be free, or an empty folder.
 
     Returns:
       In the context, the path to write below.
 
     Raises:
-      FileExistsError: if there is something already; at the start.
+      FileExistsError: if there is something already, or something else than an export to
+        replace; at the start.
+      BlockingIOError: if another process, or this one, is writing the folder.
       OSError: if the folder cannot be written.
 
     Example:
@@ -160,23 +170,56 @@ def whole_folder(
     path = Path(os.path.abspath(path))
     check_vacant(path, use, replace=replace)
     partial, former = (path.parent / f".{path.name}.{x}" for x in ("partial", "former"))
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        for folder, _, files in os.walk(partial):
-            for name in (*files, "."):
-                _sync(os.path.join(folder, name))
-        check_vacant(path, use, replace=replace)
-        if replace and path.is_dir():
+    with _locked(partial, use):
+        try:
+            yield partial
+            for folder, _, files in os.walk(partial):
+                for name in (*files, "."):
+                    _sync(os.path.join(folder, name))
+            check_vacant(path, use, replace=replace)
             shutil.rmtree(former, ignore_errors=True)
-            path.rename(former)
-        partial.rename(path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    _sync(path.parent)
-    shutil.rmtree(former, ignore_errors=True)
+            if path.is_dir():
+                path.rename(former)
+            try:
+                partial.rename(path)
+            except BaseException:
+                if former.is_dir():
+                    former.rename(path)
+                raise
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        _sync(path.parent)
+        shutil.rmtree(former, ignore_errors=True)
+
+
+@contextmanager
+def _locked(partial: Path, use: str) -> Iterator[None]:
+    """A context with an empty folder that nobody else writes to."""
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
+        raise FileExistsError(
+            f"{use} is written to {str(partial)!r} first, and that is no folder. Remove it"
+        )
+    partial.mkdir(exist_ok=True)
+    opened = os.open(partial, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            there = os.path.samestat(os.fstat(opened), os.stat(partial))
+        except (BlockingIOError, FileNotFoundError):
+            there = False  # the other one may have ended in this moment
+        if not there:
+            raise BlockingIOError(
+                errno.EWOULDBLOCK,
+                f"{use} is being written to {str(partial)!r} already. Wait for that, or"
+                " give another path",
+            )
+        for entry in partial.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        yield
+    finally:
+        os.close(opened)
 
 
 def _sync(path: str | os.PathLike) -> None:

@@ -37,7 +37,7 @@ from shardjax.zero.exchange import (
     sum_whole_gradients,
     trained_leaves,
 )
-from shardjax.zero.step import scale_after, state_shardings
+from shardjax.zero.step import abstract_state, scale_after
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -383,8 +383,8 @@ def make_train_step(
         ), info
 
     pace = pace or Pace()
-    shardings = state_shardings(plan)
-    check = StateCheck({"params": shardings.params, "opt_state": shardings.opt_state})
+    wanted = abstract_state(plan)
+    check = StateCheck({"params": wanted.params, "opt_state": wanted.opt_state})
 
     def step(state: TrainState, batch: PreparedBatch):
         check(state)

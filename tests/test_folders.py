@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.checkpoint.saving import fail_at
 def write(folder, text="new"):
     (folder / "deep").mkdir()
     (folder / "deep" / "a").write_text(text)
+    (folder / "rows.json").write_text("{}")  # as every export has
 
 
 def files(path):
@@ -26,7 +28,7 @@ def test_it_is_there_with_all_files_at_the_end_alone(tmp_path):
         assert not path.exists() and folder.parent == path.parent
         write(folder)
         assert not path.exists()
-    assert files(tmp_path) == ["above/x/deep/a"]
+    assert files(tmp_path) == ["above/x/deep/a", "above/x/rows.json"]
     assert os.stat(path).st_mode == os.stat(path.parent).st_mode
 
 
@@ -34,7 +36,7 @@ def test_an_empty_folder_is_filled(tmp_path):
     (tmp_path / "x").mkdir()
     with whole_folder(tmp_path / "x", "a test") as folder:
         write(folder)
-    assert files(tmp_path) == ["x/deep/a"]
+    assert files(tmp_path) == ["x/deep/a", "x/rows.json"]
 
 
 def test_what_a_killed_process_has_left_is_removed(tmp_path):
@@ -119,3 +121,61 @@ def test_something_else_is_never_replaced(kind, replace, tmp_path):
     ):
         pass
     assert os.path.lexists(tmp_path / "x")
+
+
+def test_what_is_no_export_is_never_replaced(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("mine")
+    with (
+        pytest.raises(FileExistsError, match="the place of an export alone"),
+        whole_folder(tmp_path / "home", "a test", replace=True),
+    ):
+        pass
+    assert files(tmp_path) == ["home/thesis.txt"]
+
+
+def test_two_at_once_are_an_error_of_the_second(tmp_path):
+    with whole_folder(tmp_path / "x", "a test") as folder:
+        with (
+            pytest.raises(
+                BlockingIOError, match="is being written to '.*partial' already"
+            ),
+            whole_folder(tmp_path / "x", "a test"),
+        ):
+            pass
+        write(folder)
+    assert files(tmp_path) == ["x/deep/a", "x/rows.json"]
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / ".x.partial").write_text("mine")
+    with (
+        pytest.raises(
+            FileExistsError, match=r"'.*\.x\.partial' first, and that is no fold"
+        ),
+        whole_folder(tmp_path / "x", "a test"),
+    ):
+        pass
+    assert files(tmp_path) == [".x.partial"]
+
+
+def test_an_export_comes_back_if_the_new_one_cannot_have_its_name(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "x").mkdir()
+    write(tmp_path / "x", "former")
+    rename = Path.rename
+
+    def failing(self, target):
+        if self.name == ".x.partial":
+            raise OSError(errno.EIO, "no")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with (
+        pytest.raises(OSError, match="no"),
+        whole_folder(tmp_path / "x", "a test", replace=True) as folder,
+    ):
+        write(folder)
+    assert (tmp_path / "x" / "deep" / "a").read_text() == "former"
+    assert os.listdir(tmp_path) == ["x"]

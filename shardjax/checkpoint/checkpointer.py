@@ -24,6 +24,7 @@ from shardjax.checkpoint.chain import Cycle, Increments, chain_of, read_chain
 from shardjax.checkpoint.content import arrays_of, metrics_of, shared_of, target_of
 from shardjax.checkpoint.interval import SavePolicy
 from shardjax.checkpoint.manifest import Manifest, check_details
+from shardjax.checkpoint.reading import as_step
 from shardjax.checkpoint.rows import RowWriter, read_counts
 from shardjax.checkpoint.steps import StepFolder
 from shardjax.embed import EmbeddingCollection
@@ -128,6 +129,7 @@ class Checkpointer:
         self._save: _Save | None = None
         self._last = last
         self._at: int | None = None  # the step that was saved or restored last
+        self._back: int | None = None  # the step restored, until one is saved
         self._due: int | None = None  # step of the next save, announced
         self._announced = False  # what is known from the start
         self._stepped_at: float | None = None
@@ -186,9 +188,11 @@ class Checkpointer:
         started = time.monotonic()
         extra = {} if extra is None else extra
         check_details(step, extra)
-        self._leave_later(step)
+        step = as_step(step)
+        self._make_room(step)
         folder = self._folder.begin(step)
-        save = _Save(step, folder, started)
+        save = _Save(step, folder, started, self._at)
+        self._at, self._back = step, None
         try:
             details: dict[str, Any] = {
                 "loader": None if self._loader is None else self._loader.get_state(),
@@ -212,6 +216,7 @@ class Checkpointer:
         except BaseException:
             save.close()
             self._folder.discard(step)
+            self._at = save.before
             raise
         self._save = save
         save.thread = threading.Thread(
@@ -223,20 +228,19 @@ class Checkpointer:
         self._policy.saved(step, self._cycle.mean("stall", stall))
         self._stepped_at = None
 
-    def _leave_later(self, step: int) -> None:
+    def _make_room(self, step: int) -> None:
         """Sees to it that the step about to be saved will be the newest."""
-        later = [s for s in self._folder.steps() if s > step]
-        if self._at is not None:
-            later = [s for s in self._folder.steps() if s > self._at]
-            if later:
-                self._folder.leave(later)
-        elif later:
+        steps = self._folder.steps()
+        later = [s for s in steps if self._back is not None and s > self._back]
+        before = [s for s in steps if s not in later]
+        if before and before[-1] > step:
             raise FileExistsError(
                 f"steps are saved in ascending order, and {str(self.path)!r} has the steps"
-                f" {later} after step {step} already. Go on from one of its steps"
-                " (`restore`), or give the folder of another run"
+                f" {[s for s in before if s > step]} after step {step} already. Go on from"
+                " one of its steps (`restore`), or give the folder of another run"
             )
-        self._at = step
+        if later and step not in before:
+            self._folder.leave(later)
 
     def _write(self, save: "_Save", details: dict[str, Any]) -> None:
         """Writes all else and commits the step; in a thread."""
@@ -410,6 +414,7 @@ class Checkpointer:
                 self._increments.committed(save.step, save.snapshot)
             return
         self._policy.failed(save.step)
+        self._at = save.before if self._at == save.step else self._at
         self._folder.discard(save.step)
         raise save.error
 
@@ -488,7 +493,7 @@ class Checkpointer:
                     " start. Restore with a Checkpointer without `loader`"
                 )
             self._loader.set_state(details["loader"])
-        self._at = step
+        self._at = self._back = step
         names = set(parts)
         state = parts["state"] if names == {"state"} else target.replace(**parts)
         return Restored(step, state, details["extra"])
@@ -523,8 +528,9 @@ class Checkpointer:
 class _Save:
     """A save in flight."""
 
-    def __init__(self, step: int, folder: Path, started: float):
+    def __init__(self, step: int, folder: Path, started: float, before: int | None):
         self.step, self.folder, self.started = step, folder, started
+        self.before = before  # the step saved or restored before it
         self.snapshot: Any = None
         self.base: int | None = None  # the step that it has the changes since
         self.thread: threading.Thread | None = None

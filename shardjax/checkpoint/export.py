@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -80,6 +81,12 @@ def export_checkpoint(
     """
     check_format(format)
     check_vacant(directory, "an export", replace=replace)
+    inside, run = Path(directory).resolve(), Path(path).resolve()
+    if run == inside or run in inside.parents or inside in run.parents:
+        raise ValueError(
+            f"an export must be apart from the checkpoints in {str(path)!r}, got"
+            f" {str(directory)!r}. Give a folder beside it"
+        )
     reader = StepFolder(path, write=False)
     chain = chain_of(reader, _newest(reader) if step is None else step)
     found = chain[0].details.get("tables")

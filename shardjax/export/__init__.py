@@ -10,6 +10,7 @@ from shardjax.export.model import export_model as export_model
 from shardjax.export.rows import Filter as Filter, export_rows as export_rows
 from shardjax.export.serving import (
     Bags as Bags,
+    CorruptModelError as CorruptModelError,
     Model as Model,
     Rows as Rows,
     load_model as load_model,

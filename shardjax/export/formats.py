@@ -89,7 +89,7 @@ class TableWriter:
         columns = {"key": np.dtype(np.uint64), "vector": self._dtype}
         columns |= dict(self._facts.values())
         files = {"arrow": _ArrowFile, "npy": _NpyFiles}[format]
-        self._files: _Files = files(folder / quote(name, safe=" "), dim, columns)
+        self._files: _Files = files(folder, quote(name, safe=" "), dim, columns)
         self._description = {
             "name": name,
             "dim": dim,
@@ -125,13 +125,15 @@ class TableWriter:
 class _ArrowFile:
     """An Arrow IPC file; each part is a record batch."""
 
-    def __init__(self, stem: Path, dim: int, columns: Mapping[str, np.dtype]):
+    def __init__(
+        self, folder: Path, stem: str, dim: int, columns: Mapping[str, np.dtype]
+    ):
         import pyarrow as pa
 
         types = {name: pa.from_numpy_dtype(dtype) for name, dtype in columns.items()}
         types["vector"] = pa.list_(types["vector"], dim)
         self._schema = pa.schema(list(types.items()))
-        path = stem.with_name(f"{stem.name}.arrow")
+        path = folder / f"{stem}.arrow"
         self.names = [path.name]
         self._file = pa.ipc.new_file(str(path), self._schema)
 
@@ -153,10 +155,11 @@ class _ArrowFile:
 class _NpyFiles:
     """A .npy file per column."""
 
-    def __init__(self, stem: Path, dim: int, columns: Mapping[str, np.dtype]):
+    def __init__(
+        self, folder: Path, stem: str, dim: int, columns: Mapping[str, np.dtype]
+    ):
         paths = {
-            name: stem.with_name(f"{stem.name}.{_ARRAYS.get(name, name)}.npy")
-            for name in columns
+            name: folder / f"{stem}.{_ARRAYS.get(name, name)}.npy" for name in columns
         }
         self.names = [path.name for path in paths.values()]
         self._shapes = {name: (dim,) if name == "vector" else () for name in columns}

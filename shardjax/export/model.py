@@ -133,6 +133,14 @@ def export_model(
             "params": "params.npz",
             "arrays": [name for name, _ in arrays],
             "versions": versions(),
+            "files": {
+                str(path.relative_to(folder)): [
+                    path.stat().st_size,
+                    serving.checksum(path),
+                ]
+                for path in sorted(folder.rglob("*"))
+                if path.is_file()
+            },
         }
         text = json.dumps(described, indent=2, allow_nan=False)
         (folder / "model.json").write_text(text + "\n")

@@ -16,6 +16,7 @@ it does in evaluation while training.
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,10 @@ from jax import export
 
 FORMAT = 1
 _LEAST_BATCH = 8
+
+
+class CorruptModelError(OSError):
+    """A file of a model is not what was written."""
 
 
 class Bags(NamedTuple):
@@ -209,21 +214,30 @@ class Model:
         return _pool(about["combiner"], vectors, lengths, weights)
 
 
-def load_model(directory: str | os.PathLike) -> Model:
+def load_model(directory: str | os.PathLike, *, verify: bool = True) -> Model:
     """Loads what `export_model` has written.
 
     The network is loaded into memory, rows stay in their files.
 
     Args:
       directory: of the model.
+      verify: whether to read all files and compare them with what was written; without,
+        only their sizes are compared.
 
     Raises:
       FileNotFoundError: if there is no model.
+      CorruptModelError: if a file is missing, or not what was written.
       ValueError: if it has a format that this version does not know.
     """
     folder = Path(directory)
     try:
         about = json.loads((folder / "model.json").read_text())
+        about["format"]
+    except (ValueError, TypeError, KeyError):
+        raise CorruptModelError(
+            f"model.json in {str(directory)!r} is not what was written. Export the model"
+            " again, or restore the file from a copy"
+        ) from None
     except FileNotFoundError:
         raise FileNotFoundError(
             f"there is no model in {str(directory)!r}: it has no model.json. Give a folder"
@@ -234,12 +248,41 @@ def load_model(directory: str | os.PathLike) -> Model:
             f"the model in {str(directory)!r} has format {about['format']}, and this file"
             f" reads format {FORMAT}. Use the serving.py that is beside the model"
         )
+    for name, (size, crc) in about["files"].items():
+        _check_file(folder / name, size, crc if verify else None)
     return Model(folder, about)
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    crc = 0
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            crc = zlib.crc32(part, crc)
+    return crc
+
+
+def _check_file(path: Path, size: int, crc: int | None) -> None:
+    fix = "Export the model again, or restore the file from a copy"
+    if not path.is_file():
+        raise CorruptModelError(f"the model's file {str(path)!r} is missing. {fix}")
+    found = path.stat().st_size
+    if found != size:
+        raise CorruptModelError(
+            f"the model's file {str(path)!r} must have {size} bytes, got {found}. {fix}"
+        )
+    if crc is not None and checksum(path) != crc:
+        raise CorruptModelError(
+            f"the model's file {str(path)!r} is not what was written: its checksum differs."
+            f" {fix}"
+        )
 
 
 def _as_keys(values: Any, what: str) -> np.ndarray:
     """Integers [n] as uint64, signed ones modulo 2**64."""
     values = np.asarray(values)
+    if not values.size and values.dtype.kind == "f":
+        values = values.astype(np.uint64)  # an empty list
     if values.dtype.kind not in "iu":
         raise TypeError(
             f"keys of {what} must be integers, got dtype {values.dtype}. Hash strings as"

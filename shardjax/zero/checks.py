@@ -24,20 +24,22 @@ class StateCheck:
     """Looks at the states that a step is called with.
 
     Args:
-      shardings: a tree of the state's parts to look at closely, by field, with a sharding
-        per leaf.
+      parts: of the state, by field, to look at closely: their shapes and shardings, as
+        of `abstract_state`.
     """
 
-    def __init__(self, shardings: dict[str, PyTree]):
-        self._shardings = shardings
+    def __init__(self, parts: dict[str, PyTree]):
+        self._parts = parts
         self._last = lambda: None
+        self._leaves: list[int] = []
 
     def __call__(self, state: Any) -> None:
         """Refuses a state that the step must not be called with.
 
         Raises:
           TypeError: if a leaf is no array of JAX.
-          ValueError: if one is gone, is there twice, or lies elsewhere than planned.
+          ValueError: if one is gone, is there twice, lies elsewhere than planned, or is a
+            parameter of another shape or dtype.
         """
         leaves = jax.tree.leaves(state)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
@@ -46,15 +48,17 @@ class StateCheck:
             _refuse_foreign(state)
         if any(x.is_deleted() for x in leaves):
             _refuse_gone(state)
-        if state is self._last():
-            return
+        numbers = [id(x) for x in leaves]
+        if state is self._last() and numbers == self._leaves:
+            return  # also what is in it, which could be changed in place
         _refuse_twice(state)
-        for name, wanted in self._shardings.items():
-            _refuse_elsewhere(name, getattr(state, name), wanted)
+        for name, wanted in self._parts.items():
+            _refuse_others(name, getattr(state, name), wanted)
 
     def returned(self, state: Any) -> None:
         """Takes note of what the step has made of the last state."""
         self._last = weakref.ref(state)
+        self._leaves = [id(x) for x in jax.tree.leaves(state)]
 
 
 def check_optimizer(plan: ZeroPlan, tx: optax.GradientTransformation) -> None:
@@ -115,8 +119,8 @@ def _places(x: jax.Array) -> list[Any]:
     return places
 
 
-def _refuse_elsewhere(field: str, part: PyTree, wanted: PyTree) -> None:
-    """Refuses a part of a state that lies elsewhere than planned."""
+def _refuse_others(field: str, part: PyTree, wanted: PyTree) -> None:
+    """Refuses a part of a state that is not what was planned, or lies elsewhere."""
     structures = [jax.tree.structure(tree) for tree in (wanted, part)]
     if structures[0] != structures[1]:
         raise ValueError(
@@ -124,14 +128,19 @@ def _refuse_elsewhere(field: str, part: PyTree, wanted: PyTree) -> None:
             f" {structures[0]}, got {structures[1]}. Make the state and the step with the"
             " same plan and optimizer"
         )
-    for (name, x), sharding in zip(_named(part), jax.tree.leaves(wanted), strict=True):
-        if not x.sharding.is_equivalent_to(sharding, x.ndim):
-            where = "/".join(n for n in (field, name) if n)
-            kind = sharding.memory_kind
+    for (name, x), like in zip(_named(part), jax.tree.leaves(wanted), strict=True):
+        where = "/".join(n for n in (field, name) if n)
+        if (x.shape, x.dtype) != (like.shape, like.dtype):
+            raise ValueError(
+                f"{where} of the state was planned as {like.dtype}{list(like.shape)}, got"
+                f" {x.dtype}{list(x.shape)}. Plan with these parameters and this optimizer"
+            )
+        if not x.sharding.is_equivalent_to(like.sharding, x.ndim):
+            kind = like.sharding.memory_kind
             memory = f" in {kind}" if kind == "pinned_host" else ""
             raise ValueError(
                 f"{where} of the state must lie as the plan of the step says,"
-                f" {sharding.spec}{memory} on {dict(sharding.mesh.shape)}, got {x.sharding}."
-                " Make the state and the step with the same plan, or move the state with"
-                " `shardjax.zero.place_state(state, plan)`"
+                f" {like.sharding.spec}{memory} on {dict(like.sharding.mesh.shape)}, got"
+                f" {x.sharding}. Make the state and the step with the same plan, or move"
+                " the state with `shardjax.zero.place_state(state, plan)`"
             )

@@ -13,9 +13,9 @@ from shardjax.zero.disk_state import DiskOptimizer
 from shardjax.zero.gradients import Loss
 from shardjax.zero.step import (
     ZeroState,
+    abstract_state,
     make_clipped_gradients,
     scale_after,
-    state_shardings,
 )
 
 
@@ -58,7 +58,7 @@ def make_disk_step(
         return jax.tree.leaves(grads), info, finite, (state.step + 1, scale)
 
     told: list[Traffic] = []  # what the last step ended with
-    check = StateCheck({"params": state_shardings(plan).params})
+    check = StateCheck({"params": abstract_state(plan).params})
 
     def step(state: ZeroState, batch):
         optimizer.check()

@@ -222,9 +222,7 @@ def make_step(
         loss, plan, microbatches=microbatches, clip_norm=clip_norm, seed=seed
     )
 
-    shardings = state_shardings(plan)
-
-    @partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None))
+    @partial(jax.jit, donate_argnums=0, out_shardings=(state_shardings(plan), None))
     def run(state: ZeroState, batch):
         grads, info, finite = gradients(state, batch)
         params, opt_state = apply_update(
@@ -233,7 +231,8 @@ def make_step(
         scale = scale_after(plan, state.loss_scale, finite)
         return ZeroState(state.step + 1, params, opt_state, scale), info
 
-    check = StateCheck({"params": shardings.params, "opt_state": shardings.opt_state})
+    wanted = abstract_state(plan)
+    check = StateCheck({"params": wanted.params, "opt_state": wanted.opt_state})
 
     def step(state: ZeroState, batch):
         check(state)

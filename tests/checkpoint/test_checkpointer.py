@@ -1,5 +1,6 @@
 """A run that goes on from a checkpoint ends with the bits of one that never stopped."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from shardjax.checkpoint import Checkpointer, CorruptCheckpointError
 from shardjax.embed.disk_rows import DiskRows
 from shardjax.embed.snapshot import Snapshot
+from tests.checkpoint.saving import fail_at
 from tests.embed.test_snapshots import POLICIES, loader, storage_of
 from tests.embed.test_tiers import Run, assert_same, batches
 
@@ -294,6 +296,51 @@ def test_a_run_that_goes_back_leaves_later_steps_behind(tmp_path, caplog):
             checkpointer.save(12, value(12))
         with pytest.raises(FileExistsError, match="step 15 .* committed already"):
             checkpointer.save(15, value(15))
+
+
+def test_a_save_that_is_refused_changes_nothing(tmp_path):
+    state = {"w": jax.numpy.ones(4)}
+    with Checkpointer(tmp_path, keep=None) as checkpointer:
+        for step in (10, 20, 30):
+            checkpointer.save(step, state)
+        checkpointer.wait()
+        for step, error in ((-1, ValueError), (2.5, TypeError), ("x", TypeError)):
+            with pytest.raises(error, match="a step must"):
+                checkpointer.save(step, state)
+        for step in (5, 20, 30):
+            with pytest.raises(
+                FileExistsError, match="ascending order|committed already"
+            ):
+                checkpointer.save(step, state)
+        checkpointer.save(40, state)
+        checkpointer.wait()
+        assert checkpointer.steps() == [10, 20, 30, 40]
+        checkpointer.restore(state, 20)
+        for step in (15, 20):
+            with pytest.raises(
+                FileExistsError, match="ascending order|committed already"
+            ):
+                checkpointer.save(step, state)
+        assert checkpointer.steps() == [10, 20, 30, 40]
+        checkpointer.save(21, state)
+        checkpointer.save(22, state)
+        checkpointer.wait()
+        assert checkpointer.steps() == [10, 20, 21, 22]
+
+
+def test_the_last_step_can_be_saved_again_if_that_has_failed(tmp_path, monkeypatch):
+    state = {"w": jax.numpy.ones(4)}
+    with Checkpointer(tmp_path, last=3) as checkpointer:
+        checkpointer.maybe_save(2, state)
+        with monkeypatch.context() as patch:
+            fail_at(patch, "fsync", errno.ENOSPC)
+            assert checkpointer.maybe_save(3, state)
+            with pytest.raises(OSError, match="No space left"):
+                checkpointer.wait()
+        assert checkpointer.steps() == []
+        assert checkpointer.maybe_save(3, state)
+        checkpointer.wait()
+        assert checkpointer.steps() == [3]
 
 
 def test_a_process_with_one_device_looks_at_what_eight_have_saved(tmp_path):

@@ -275,3 +275,14 @@ sys.exit(main(["export", *sys.argv[1:]]))
     assert "rows of table 'item'" in done.stdout
     found = pd.read_feather(tmp_path / "a" / "few.arrow")
     assert np.stack(found["vector"].tolist()).dtype == np.float32
+
+
+@pytest.mark.parametrize("inner", [".", "step_5/rows", ".."])
+def test_an_export_is_apart_from_the_checkpoints(tmp_path, inner):
+    (tmp_path / "run" / "step_5").mkdir(parents=True)
+    (tmp_path / "rows.json").write_text("{}")
+    (tmp_path / "run" / "rows.json").write_text("{}")
+    run = tmp_path / "run"
+    with pytest.raises(ValueError, match="must be apart from the checkpoints in"):
+        export_checkpoint(run, run / inner, replace=True)
+    assert run.is_dir()

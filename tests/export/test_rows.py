@@ -226,7 +226,20 @@ def test_a_folder_with_files_is_kept_unless_it_is_to_be_replaced(tmp_path):
     with pytest.raises(FileExistsError, match="an export needs a folder of its own"):
         export_rows(collection, state, tmp_path / "a")
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    with pytest.raises(FileExistsError, match="the place of an export alone"):
+        export_rows(collection, state, tmp_path / "a", replace=True)
+    (tmp_path / "a" / "rows.json").write_text("{}")
     assert export_rows(collection, state, tmp_path / "a", replace=True) == {"item": 2}
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
         *("item.arrow", "rows.json")
     ]
+
+
+@pytest.mark.parametrize("format", ["arrow", "npy"])
+def test_a_table_whose_name_is_a_dot(format, tmp_path):
+    table = TableSpec(".", 2)
+    collection = EmbeddingCollection({"f": FeatureSpec(table)}, mesh=make_mesh("1x1"))
+    state = collection.load_rows(collection.init(), ".", [7], np.ones((1, 2)))
+    assert export_rows(collection, state, tmp_path / "a", format=format) == {".": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert len(list((tmp_path / "a").iterdir())) == {"arrow": 2, "npy": 3}[format]

@@ -1,11 +1,12 @@
 """Scoring with an exported model: where it runs, what it takes and what it refuses."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 
-from shardjax.export import Bags, export_model, load_model
+from shardjax.export import Bags, CorruptModelError, export_model, load_model
 from shardjax.network import Network
 from tests.export.small import exported, small
 from tests.helpers import run_python
@@ -146,3 +147,41 @@ def test_what_is_no_model_cannot_be_loaded(folder, tmp_path):
     (tmp_path / "model.json").write_text(json.dumps(about))
     with pytest.raises(ValueError, match="has format 2, and this file reads format 1"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["rows/item.vectors.npy", "index/item.keys.npy", "params.npz", "model.json"]
+)
+def test_what_has_changed_is_not_served(folder, tmp_path, name):
+    copy = tmp_path / "m"
+    shutil.copytree(folder, copy)
+    data = bytearray((copy / name).read_bytes())
+    data[-20] ^= 64
+    (copy / name).write_bytes(data)
+    if name == "model.json":
+        (copy / name).write_bytes(data[:-9])
+    with pytest.raises(CorruptModelError, match=r"is not what was written.*Export the"):
+        load_model(copy)
+    (copy / name).write_bytes(data[:-9])
+    with pytest.raises(CorruptModelError, match="must have .* bytes, got|not what was"):
+        load_model(copy, verify=False)
+    (copy / "params.npz").unlink()
+    if name != "model.json":
+        with pytest.raises(CorruptModelError):
+            load_model(copy, verify=False)
+
+
+def test_a_missing_file_is_named(folder, tmp_path):
+    copy = tmp_path / "m"
+    shutil.copytree(folder, copy)
+    (copy / "params.npz").unlink()
+    with pytest.raises(CorruptModelError, match=r"'.*params.npz' is missing"):
+        load_model(copy)
+
+
+def test_an_empty_list_has_no_keys(folder):
+    model = load_model(folder, verify=False)
+    empty = model(np.zeros((2, 1)), {"f": Bags([], [0, 0])})
+    np.testing.assert_array_equal(
+        empty, model(np.zeros((2, 1)), {"f": Bags(np.zeros(0, np.int64), [0, 0])})
+    )

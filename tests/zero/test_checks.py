@@ -60,6 +60,23 @@ def test_two_arrays_of_a_state_share_no_memory():
         step(state.replace(opt_state=(adam, *state.opt_state[1:])), small_batch(0))
 
 
+def test_a_returned_state_that_was_changed_in_place_is_looked_at_again():
+    _, state, step = prepared(stage=1)
+    state, _ = step(state, small_batch(0))
+    state.opt_state[0].mu["embedding"] = state.opt_state[0].nu["embedding"]
+    with pytest.raises(ValueError, match="must be an array of its own"):
+        step(state, small_batch(1))
+
+
+def test_parameters_of_another_shape_or_dtype_are_refused():
+    _, state, step = prepared()
+    few = state.params | {"bias": state.params["bias"].astype(jnp.bfloat16)}
+    with pytest.raises(
+        ValueError, match=r"bias .* planned as float32\[41\], got bfloat16"
+    ):
+        step(state.replace(params=few), small_batch(0))
+
+
 def test_a_state_of_another_stage_is_moved_first():
     plan, _, step = prepared(stage=3)
     other = plan_small("8x1", 1, ADAM)
