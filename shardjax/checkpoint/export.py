@@ -82,7 +82,7 @@ def export_checkpoint(
     check_format(format)
     check_vacant(directory, "an export", replace=replace)
     inside, run = Path(directory).resolve(), Path(path).resolve()
-    if run == inside or run in inside.parents or inside in run.parents:
+    if run == inside or inside in run.parents:
         raise ValueError(
             f"an export must be apart from the checkpoints in {str(path)!r}, got"
             f" {str(directory)!r}. Give a folder beside it"
