@@ -175,7 +175,7 @@ def whole_folder(
             yield partial
             for folder, _, files in os.walk(partial):
                 for name in (*files, "."):
-                    _sync(os.path.join(folder, name))
+                    sync(os.path.join(folder, name))
             check_vacant(path, use, replace=replace)
             shutil.rmtree(former, ignore_errors=True)
             if path.is_dir():
@@ -189,7 +189,7 @@ def whole_folder(
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        _sync(path.parent)
+        sync(path.parent)
         shutil.rmtree(former, ignore_errors=True)
 
 
@@ -222,10 +222,15 @@ def _locked(partial: Path, use: str) -> Iterator[None]:
         os.close(opened)
 
 
-def _sync(path: str | os.PathLike) -> None:
-    """Has the system write a file or directory to the disk."""
+def sync(path: str | os.PathLike) -> int:
+    """Has the system write a file or directory to the disk.
+
+    Returns:
+      The size.
+    """
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
+        return os.fstat(opened).st_size
     finally:
         os.close(opened)

@@ -281,7 +281,8 @@ def make_train_step(
         raise ValueError(f"`microbatch_size` must be positive, got {microbatch_size}")
     mesh, axes = collection.mesh, collection.axes
     plan = zero or plan_network(network, tx, collection)
-    check_optimizer(plan, tx)
+    if zero is not None:
+        check_optimizer(zero, tx)
     precision = plan.precision
     param_specs, grad_specs = manual_specs(plan)
 

@@ -6,7 +6,6 @@ neither: the loader's position, the configuration, and what the arrays are.
 """
 
 import copy
-import importlib.metadata
 import logging
 import os
 import signal
@@ -28,6 +27,7 @@ from shardjax.checkpoint.reading import as_step
 from shardjax.checkpoint.rows import RowWriter, read_counts
 from shardjax.checkpoint.steps import StepFolder
 from shardjax.embed import EmbeddingCollection
+from shardjax.export.rows import versions
 from shardjax.partition import check_sequence
 
 _log = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class Checkpointer:
                 "loader": None if self._loader is None else self._loader.get_state(),
                 "config": self._config,
                 "extra": copy.deepcopy(extra),  # it may change while it is written
-                "versions": _versions(),
+                "versions": versions(_PACKAGES),
                 "tables": None,
                 "rows": None,
             }
@@ -559,13 +559,3 @@ def _check_count(name: str, number: Any, *, none: bool) -> None:
 def _is_gone(state: Any) -> bool:
     """Whether a state has been given to a step."""
     return state is None or any(slab.rows.is_deleted() for slab in state.tables)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

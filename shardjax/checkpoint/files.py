@@ -13,6 +13,7 @@ from shardjax.checkpoint.manifest import (
     Manifest,
     corrupt,
 )
+from shardjax.folders import sync
 
 _PART_BYTES = 4 << 20
 
@@ -172,17 +173,3 @@ def checksum(
         if write:
             os.fsync(file.fileno())
     return size, crc
-
-
-def sync(path: Path) -> int:
-    """Has the system write a file or directory to the disk.
-
-    Returns:
-      The size.
-    """
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-        return os.fstat(opened).st_size
-    finally:
-        os.close(opened)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, SupportsIndex
 
-from shardjax.checkpoint.files import seal, sync
+from shardjax.checkpoint.files import seal
 from shardjax.checkpoint.manifest import (
     MANIFEST,
     CorruptCheckpointError,
@@ -23,7 +23,7 @@ from shardjax.checkpoint.manifest import (
     write_manifest,
 )
 from shardjax.checkpoint.reading import StepReader, as_step
-from shardjax.folders import LockedFolder
+from shardjax.folders import LockedFolder, sync
 
 _log = logging.getLogger(__name__)
 _LEFT_OVER = re.compile(r"\.step_[0-9]+\.(partial|removing|again)", re.ASCII)

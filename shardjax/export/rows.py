@@ -149,10 +149,10 @@ def export_rows(
     return counts
 
 
-def versions() -> dict[str, str]:
-    """Of what writes an export."""
+def versions(packages: Sequence[str] = ("shardjax", "jax", "numpy")) -> dict[str, str]:
+    """Those of packages that are installed, by name."""
     found = {}
-    for name in ("shardjax", "jax", "numpy"):
+    for name in packages:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:  # runs from its source folder

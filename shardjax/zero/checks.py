@@ -38,8 +38,8 @@ class StateCheck:
 
         Raises:
           TypeError: if a leaf is no array of JAX.
-          ValueError: if one is gone, is there twice, lies elsewhere than planned, or is a
-            parameter of another shape or dtype.
+          ValueError: if one is gone, is there twice, lies elsewhere than planned, or has
+            another shape or dtype.
         """
         leaves = jax.tree.leaves(state)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
@@ -67,11 +67,7 @@ def check_optimizer(plan: ZeroPlan, tx: optax.GradientTransformation) -> None:
     Raises:
       ValueError: naming what differs.
     """
-    shapes = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in plan.leaves]
-    trained = plan.tree(
-        x if p.trained else None for x, p in zip(shapes, plan.leaves, strict=True)
-    )
-    found = jax.eval_shape(tx.init, trained)
+    found = jax.eval_shape(tx.init, plan.abstract_trained)
     check_opt_state(plan.abstract_opt_state, found, "the state of `tx`")
 
 

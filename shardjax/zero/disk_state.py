@@ -92,11 +92,7 @@ class DiskOptimizer:
         check_optimizer(plan, tx)
         self.plan = plan
         self._leaves: list[LeafPlan] = [p for p in plan.leaves if p.trained]
-        shapes = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in plan.leaves]
-        trained = plan.tree(
-            x if p.trained else None for x, p in zip(shapes, plan.leaves, strict=True)
-        )
-        self._pieces = split_piecewise(tx, trained)
+        self._pieces = split_piecewise(tx, plan.abstract_trained)
         self._likes, _ = self._pieces.split(plan.abstract_opt_state)
         self._nothing = [
             [jnp.zeros((0,) * x.ndim, x.dtype) for x in k] for k in self._likes

@@ -132,6 +132,14 @@ class ZeroPlan:
         return jax.tree.unflatten(self.treedef, list(values))
 
     @property
+    def abstract_trained(self) -> PyTree:
+        """Shapes and dtypes of what is trained, None for other parameters."""
+        return self.tree(
+            jax.ShapeDtypeStruct(p.shape, p.dtype) if p.trained else None
+            for p in self.leaves
+        )
+
+    @property
     def param_specs(self) -> PyTree:
         """A PartitionSpec per parameter, between steps."""
         return self.tree(leaf.spec for leaf in self.leaves)
