@@ -388,7 +388,7 @@ def make_train_step(
     check = StateCheck({"params": wanted.params, "opt_state": wanted.opt_state})
 
     def step(state: TrainState, batch: PreparedBatch):
-        check(state)
+        state = check(state)
         pace.wait()
         tables = collection.apply_fills(state.tables, batch.plan)
         state = state.replace(tables=tables)

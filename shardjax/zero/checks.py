@@ -33,8 +33,11 @@ class StateCheck:
         self._last = lambda: None
         self._leaves: list[int] = []
 
-    def __call__(self, state: Any) -> None:
+    def __call__(self, state: Any) -> Any:
         """Refuses a state that the step must not be called with.
+
+        Returns:
+          It. Where two of its arrays share memory, with a copy of one.
 
         Raises:
           TypeError: if a leaf is no array of JAX.
@@ -43,17 +46,18 @@ class StateCheck:
         """
         leaves = jax.tree.leaves(state)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
-            return  # inside a jit of the user's, to which all of this is unknown
+            return state  # inside a jit of the user's, to which all of this is unknown
         if not all(isinstance(x, jax.Array) for x in leaves):
             _refuse_foreign(state)
         if any(x.is_deleted() for x in leaves):
             _refuse_gone(state)
         numbers = [id(x) for x in leaves]
         if state is self._last() and numbers == self._leaves:
-            return  # also what is in it, which could be changed in place
+            return state  # also what is in it, which could be changed in place
         _refuse_twice(state)
         for name, wanted in self._parts.items():
             _refuse_others(name, getattr(state, name), wanted)
+        return _apart(state)
 
     def returned(self, state: Any) -> None:
         """Takes note of what the step has made of the last state."""
@@ -92,27 +96,44 @@ def _refuse_gone(state: PyTree) -> None:
 
 
 def _refuse_twice(state: PyTree) -> None:
-    seen: dict[Any, str] = {}
+    seen: dict[int, str] = {}
     for name, x in _named(state):
-        for place in _places(x):
-            other = seen.setdefault(place, name)
-            if other != name:
-                raise ValueError(
-                    f"each leaf of a state must be an array of its own, as a step gives all"
-                    f" of them away, but {other} and {name} are the same. Copy one of"
-                    " them (`jnp.copy`)"
-                )
+        other = seen.setdefault(id(x), name)
+        if other != name:
+            raise ValueError(
+                f"each leaf of a state must be an array of its own, as a step gives all of"
+                f" them away, but {other} and {name} are the same. Copy one of them"
+                " (`jnp.copy`)"
+            )
 
 
-def _places(x: jax.Array) -> list[Any]:
-    """What no other array may have: where it lies, as far as that can be asked."""
-    places: list[Any] = [id(x)]
+def _apart(state: PyTree) -> PyTree:
+    """A state whose arrays share no memory.
+
+    Arrays made of the same NumPy array may, which harms nothing, and so may arrays made of
+    the parts of one array, which ends the process; they look the same.
+    """
+    seen: set[tuple[int, int]] = set()
+
+    def own(x: jax.Array) -> jax.Array:
+        places = set(_places(x))
+        if places & seen:
+            return jax.device_put(x, x.sharding, may_alias=False)
+        seen.update(places)
+        return x
+
+    return jax.tree.map(own, state)
+
+
+def _places(x: jax.Array) -> list[tuple[int, int]]:
+    """Where the parts of an array lie, as far as that can be asked: device and address."""
     if not x.size or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return places
-    for shard in x.addressable_shards:
-        if shard.device.platform == "cpu":
-            places.append((shard.device.id, shard.data.unsafe_buffer_pointer()))
-    return places
+        return []
+    return [
+        (shard.device.id, shard.data.unsafe_buffer_pointer())
+        for shard in x.addressable_shards
+        if shard.device.platform == "cpu"
+    ]
 
 
 def _refuse_others(field: str, part: PyTree, wanted: PyTree) -> None:

@@ -62,7 +62,7 @@ def make_disk_step(
 
     def step(state: ZeroState, batch):
         optimizer.check()
-        check(state)
+        state = check(state)
         before = told.pop() if told else optimizer.traffic
         grads, info, finite, (count, scale) = compute(
             state.replace(opt_state=None), batch

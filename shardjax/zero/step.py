@@ -235,8 +235,7 @@ def make_step(
     check = StateCheck({"params": wanted.params, "opt_state": wanted.opt_state})
 
     def step(state: ZeroState, batch):
-        check(state)
-        state, info = run(state, batch)
+        state, info = run(check(state), batch)
         check.returned(state)
         return state, info
 
