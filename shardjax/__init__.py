@@ -10,6 +10,7 @@ from shardjax import (
     export as export,
     metrics as metrics,
     models as models,
+    processes as processes,
     profiling as profiling,
     train as train,
     writers as writers,

@@ -1,0 +1,204 @@
+"""Processes of a run find each other, and tell each other things."""
+
+import contextlib
+import json
+import socket
+import threading
+
+import pytest
+
+from shardjax import processes
+from tests.cluster import free_port, run_cluster
+
+TALK = """
+import json, threading
+import numpy as np
+start()
+assert (processes.process_index(), processes.process_count()) == (INDEX, COUNT)
+channel = processes.Channel("talk")
+for size in (0, 1, 300_000):  # before there are any devices
+    found = channel.exchange(bytes([65 + INDEX]) * size)
+    assert found == [bytes([65 + i]) * size for i in range(COUNT)]
+kept = processes.distributed.global_state.client.key_value_dir_get_bytes("shardjax/")
+assert len(kept) <= 2 * COUNT, [key for key, _ in kept]  # of past rounds nothing
+begun, rounds = time.perf_counter(), 50
+for _ in range(rounds):
+    channel.exchange(b"x" * 100)
+took = 1e3 * (time.perf_counter() - begun) / rounds
+try:
+    processes.Channel("talk")
+except ValueError as error:
+    refused = str(error)
+processes.barrier("all")
+processes.barrier("all")
+processes.check_agreement({"config": {"seed": 1}, "list": [1, 2]})
+try:
+    what = {"config": {"seed": INDEX // 2, "a": {"b": 1}}, "versions": "1"}
+    processes.check_agreement(what | ({"more": INDEX} if INDEX == 1 else {}))
+except ValueError as error:
+    differs = str(error)
+try:
+    start()
+except RuntimeError as error:
+    again = str(error)
+
+closed = processes.Channel("closed")
+def close():
+    time.sleep(0.3)
+    globals()["mark"] = time.perf_counter()
+    closed.close()
+if INDEX == 0:
+    threading.Thread(target=close).start()
+    try:
+        closed.exchange(b"")
+    except processes.ChannelClosed as error:
+        closing = time.perf_counter() - mark
+late = processes.Channel("late", timeout=0.5)
+if INDEX == 0:
+    try:
+        late.exchange(b"")
+    except TimeoutError as error:
+        timed_out = str(error)
+    try:
+        late.exchange(b"")
+    except processes.ChannelClosed:
+        pass
+
+mesh = jax.make_mesh((jax.device_count(),), ("x",))
+sharding = jax.NamedSharding(mesh, jax.P("x"))
+x = jax.make_array_from_callback((8,), sharding, lambda at: np.arange(8.0)[at])
+total = float(jax.jit(lambda x: x.sum(), out_shardings=jax.NamedSharding(mesh, jax.P()))(x))
+processes.barrier("end")
+names = "total took refused differs again timed_out closing"
+print(json.dumps({name: globals().get(name) for name in names.split()}))
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("count", "devices"), [(2, 4), (4, 1)])
+def test_processes_tell_each_other_things(count, devices):
+    ended = run_cluster(TALK, count, devices)
+    for process in ended:
+        found = json.loads(process.last)  # whatever Gloo wrote before
+        assert found["total"] == 28
+        assert found["took"] < 200
+        assert "has not used before, got 'talk'" in found["refused"]
+        differs = found["differs"]
+        assert ("`config.seed` is 0 in processes 0, 1 and 1 in" in differs) == (
+            count > 2
+        )
+        assert "`more` is missing in process" in differs
+        assert "and 1 in process 1" in differs
+        assert "config.a.b" not in differs and "versions`" not in differs
+        assert f"the {count} processes of this run are joined already" in found["again"]
+    first = json.loads(ended[0].last)
+    assert first["closing"] < 0.5
+    names = "processes 1, 2, 3" if count > 2 else "process 1"
+    late = f"{names} did not come to round 0 of channel 'late' within 0.5 seconds"
+    assert late in first["timed_out"]
+    print("milliseconds of a round:", [json.loads(e.last)["took"] for e in ended])
+
+
+def _meet(*runs, timeout=1.0):
+    """What each of processes (count, index) gets to hear, met at one port."""
+    port, found = free_port(), [""] * len(runs)
+
+    def meet(number, count, index):
+        try:
+            processes._Run("localhost", port, count, index, timeout).meet()
+            found[number] = "met"
+        except (OSError, ValueError) as error:
+            found[number] = f"{type(error).__name__} {error}"
+
+    threads = [
+        threading.Thread(target=meet, args=(i, *run)) for i, run in enumerate(runs)
+    ]
+    for thread in threads:
+        thread.start()
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(("localhost", port)) as s,
+    ):
+        s.sendall(b"GET / HTTP/1.1\r\n\r\n\n")
+    for thread in threads:
+        thread.join()
+    return port, found
+
+
+def test_a_process_that_does_not_come_is_named():
+    port, found = _meet((4, 0), (4, 2))
+    for text in found:
+        assert (
+            "TimeoutError processes 1, 3 of 4 did not come to the coordinator" in text
+        )
+        assert f"localhost:{port} within 1 seconds. Start all of them" in text
+    port, (text,) = _meet((2, 1))
+    assert "TimeoutError process 1 of 2 found no process 0 at the coordinator" in text
+    assert f"localhost:{port} within 1 seconds: " in text
+
+
+def test_numbers_that_do_not_fit_are_named():
+    _, found = _meet((3, 0), (3, 1), (3, 1), timeout=5.0)
+    for text in found:
+        assert "ValueError `process_id` 1 was given to two processes" in text
+    _, found = _meet((3, 0), (2, 1), timeout=5.0)
+    for text in found:
+        assert "ValueError process 1 has `num_processes` 2, process 0 3" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("localhost:1", None, None), "`num_processes` and `process_id` are missing"),
+        ((None, 2, 1), "`coordinator` is missing. Give all three, or none"),
+        (("localhost", 2, 0), "`coordinator` must be HOST:PORT, .* got 'localhost'"),
+        (("a:0", 2, 0), "`coordinator` must be HOST:PORT, .* got 'a:0'"),
+        (("a:1", 0, 0), "`num_processes` must be at least 1, got 0"),
+        (("a:1", 2, 2), r"`process_id` must be in \[0, 2\), .* got 2"),
+        (("a:1", 2, "1"), "`process_id` must be an integer, got '1'"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        processes.start_processes(*given)
+
+
+def test_times_below_a_second_are_refused():
+    with pytest.raises(
+        ValueError, match="`timeout` and `heartbeat` must be at least 1"
+    ):
+        processes.start_processes("a:1", 2, 0, heartbeat=0.5)
+
+
+def test_it_must_come_before_jax_runs():
+    import jax
+
+    jax.devices()
+    with pytest.raises(RuntimeError, match="must come before the first JAX operation"):
+        processes.start_processes("localhost:1", 2, 0)
+
+
+def test_one_process_waits_for_nobody():
+    processes.start_processes()  # no cluster here
+    processes.start_processes("localhost:1", 1, 0)
+    assert (processes.process_index(), processes.process_count()) == (0, 1)
+    channel = processes.Channel("alone")
+    assert channel.exchange(b"a") == [b"a"]
+    processes.barrier("alone")
+    processes.check_agreement({"a": 1})
+    channel.close()
+    with pytest.raises(processes.ChannelClosed, match="channel 'alone' is closed"):
+        channel.exchange(b"")
+    with pytest.raises(
+        ValueError, match="a name that this process has not used before"
+    ):
+        processes.Channel("alone")
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(
+            OSError, match=f"cannot listen .* localhost:{port}, tried for 1"
+        ):
+            processes._Run("localhost", port, 2, 0, 1.0).meet()
