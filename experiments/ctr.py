@@ -180,7 +180,7 @@ def main(config: Config) -> dict[str, Any]:
         data.train,
         config.batch_size,
         shuffle_seed=config.data.shuffle_seed,
-        map=lambda many: train.prepare_window(collection, map(checked, many)),
+        stream=train.prepare_stream(collection, train=True, check=checked),
         window=config.storage.window,
         meanwhile=pace.look,
     )
@@ -443,7 +443,9 @@ def evaluate(config, data: Opened, collection, state, step, users) -> dict[str, 
     loader = Loader(
         data.eval,
         config.eval_batch_size,
-        map=lambda b: train.prepare(collection, checked(b), train=False, groups=users),
+        stream=train.prepare_stream(
+            collection, train=False, groups=users, check=checked
+        ),
     )
     found, counters = train.evaluate(step, state, loader, measures, collection.mesh)
     result = {f"eval/{k}": v for k, v in compute_metrics(found).items()}

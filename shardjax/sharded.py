@@ -107,6 +107,38 @@ def bring(x: Any) -> Any:
     return replace(x, local=to_device(x.local)) if is_part(x) else x
 
 
+def fetch(tree: PyTree) -> PyTree:
+    """Copies arrays to the host, also those of which other processes have parts.
+
+    For such arrays all processes must call it, at the same place of their programs.
+
+    Args:
+      tree: of arrays, wherever they lie.
+
+    Returns:
+      The same tree of NumPy arrays.
+
+    Example:
+      >>> fetch({"w": jnp.ones(2)})["w"]
+      array([1., 1.], dtype=float32)
+    """
+
+    def whole(x):
+        if not isinstance(x, jax.Array) or x.is_fully_addressable:
+            return x
+        if not x.is_fully_replicated:
+            sharding: Any = x.sharding
+            x = _copy(x, sharding=jax.NamedSharding(sharding.mesh, jax.P()))
+        return x.addressable_data(0)
+
+    return jax.device_get(jax.tree.map(whole, tree))
+
+
+@partial(jax.jit, static_argnames="sharding")
+def _copy(x: jax.Array, *, sharding: jax.NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
 def to_device(tree: PyTree) -> PyTree:
     """Arrays in the memory of the devices, wherever they lie; inside jit."""
     return jax.device_put(tree, jax.memory.Space.Device)

@@ -8,23 +8,25 @@ outside shard_map, in the same jit, on the parts that a `shardjax.zero` plan giv
 device. The whole state is donated.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from shardjax.embed import EmbeddingCollection, Index, sequence_masks, split_features
-from shardjax.embed.layout import Layout, pack
-from shardjax.embed.plan import Plan
+from shardjax.embed import EmbeddingCollection, sequence_masks, split_features
 from shardjax.metrics import Metric
 from shardjax.network import Network, finish_logits
 from shardjax.pacing import Pace
 from shardjax.precision import all_finite, choose
+from shardjax.preparing import (
+    PreparedBatch as PreparedBatch,
+    prepare as prepare,
+    prepare_stream as prepare_stream,
+    prepare_window as prepare_window,
+)
 from shardjax.state import TrainState, plan_network, stack_metrics
 from shardjax.zero import ZeroPlan, apply_update
 from shardjax.zero.checks import StateCheck, check_optimizer
@@ -40,141 +42,6 @@ from shardjax.zero.exchange import (
 from shardjax.zero.step import abstract_state, scale_after
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
-
-
-@dataclass(frozen=True)
-class PreparedBatch:
-    """A batch on its way to the devices.
-
-    Attributes:
-      packed: int32 [devices, words] on the devices.
-      layout: what the words are.
-      plan: of the embeddings.
-      size: examples, padding apart.
-      counters: of the planner and of the data, by name, and with `planner_ms` how long
-        planning took.
-    """
-
-    packed: jax.Array
-    layout: Layout
-    plan: Plan
-    size: int
-    counters: dict[str, float]
-
-
-def prepare(
-    collection: EmbeddingCollection,
-    batch: Any,
-    *,
-    train: bool,
-    groups: Index | None = None,
-) -> PreparedBatch:
-    """Plans a batch and sends it to the devices, in one transfer.
-
-    Runs in the loader's thread. Training batches must be stepped on in the order in
-    which they were prepared, each once.
-
-    Args:
-      collection: the tables.
-      batch: a `shardjax.data.Batch`: labels, dense, features, optional weights/groups.
-      train: whether unknown keys get a row.
-      groups: numbers the batch's groups (users) for per-group metrics, in the order in
-        which they are first seen; None leaves them out.
-
-    Raises:
-      PlanError, ValueError, TypeError: see `shardjax.embed.plan.Planner.plan`.
-      TypeError: for several batches.
-    """
-    if not hasattr(batch, "labels"):
-        raise TypeError(
-            f"`prepare` takes one batch, got a {type(batch).__name__}. A Loader with"
-            " `window=` gives lists of batches: let its `map` call `prepare_window`, or"
-            " leave `window` out"
-        )
-    size = len(batch.labels)
-    plan = collection.plan(_features(batch), size, _clicks(batch), train=train)
-    return _send(collection, batch, plan, groups)
-
-
-def prepare_window(
-    collection: EmbeddingCollection, batches: Iterable[Any]
-) -> Iterator[PreparedBatch]:
-    """Plans training batches whose rows shall be on the devices together.
-
-    Like `prepare` of one after the other, with the same result, but rows move between
-    the devices and the storage only before the first of them. Give it to a
-    `shardjax.data.Loader` as `map` with `window=` the number of batches.
-
-    Args:
-      collection: the tables.
-      batches: as of `prepare`, to be trained on in this order.
-
-    Returns:
-      An iterator over one prepared batch for each. An error of a batch surfaces in its
-      place.
-
-    Raises:
-      PlanError, ValueError, TypeError: see `shardjax.embed.plan.Planner.plan_window`.
-      TypeError: for a single batch, at once.
-    """
-    if hasattr(batches, "labels"):
-        raise TypeError(
-            f"`prepare_window` takes a list of batches, got one {type(batches).__name__}."
-            " Give the Loader `window=`, how many batches a list has, or let its `map` call"
-            " `prepare`"
-        )
-    return _prepare_window(collection, list(batches))
-
-
-def _prepare_window(
-    collection: EmbeddingCollection, batches: list[Any]
-) -> Iterator[PreparedBatch]:
-    plans = collection.plan_window(
-        [(_features(b), len(b.labels), _clicks(b)) for b in batches]
-    )
-    for batch, plan in zip(batches, plans, strict=False):
-        yield _send(collection, batch, plan, None)
-
-
-def _features(batch: Any) -> dict[str, Any]:
-    features = dict(zip(batch.fixed_names, batch.fixed, strict=True))
-    return features | batch.jagged
-
-
-def _clicks(batch: Any) -> np.ndarray:
-    """The labels; 0 for examples without weight, whose label may be anything."""
-    if batch.weights is None:
-        return batch.labels
-    return np.where(batch.weights == 0, 0, batch.labels)
-
-
-def _send(collection, batch, plan: Plan, groups: Index | None) -> PreparedBatch:
-    """Sends a planned batch to the devices."""
-    size = len(batch.labels)
-    devices, examples = collection.devices, plan.examples
-
-    def deal(x, dtype: type = np.float32):
-        out = np.zeros((devices * examples, *x.shape[1:]), dtype)
-        out[:size] = x
-        return out.reshape(devices, examples, *x.shape[1:])
-
-    weights = np.ones(size, np.float32) if batch.weights is None else batch.weights
-    arrays = {
-        "labels": deal(batch.labels),
-        "dense": deal(batch.dense),
-        "weights": deal(weights),
-        **plan.arrays,
-    }
-    if groups is not None and batch.groups is not None:
-        arrays["groups"] = deal(groups.number(batch.groups), np.int32)
-    packed, layout = pack(devices, examples, plan.groups, arrays)
-    sharding = jax.NamedSharding(collection.mesh, jax.P(collection.axes))
-    counters = dict(plan.counters)
-    counters["examples"] = size
-    counters["padding_examples"] = devices * examples - size
-    counters["bad_lines"] = batch.bad_lines
-    counters["planner_ms"] = 1e3 * plan.seconds
-    return PreparedBatch(jax.device_put(packed, sharding), layout, plan, size, counters)
 
 
 def binary_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

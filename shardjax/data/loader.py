@@ -24,6 +24,7 @@ from shardjax.data.shuffling import (
     shuffled_pieces,
 )
 from shardjax.data.source import Source
+from shardjax.errands import Errand
 
 T = TypeVar("T")
 
@@ -58,6 +59,12 @@ class Loader(Generic[T]):
       window: with it, `map` is called on lists of so many batches that follow one another
         (fewer at the end of an epoch) and gives an iterable of what the loop gets, one
         for each.
+      stream: instead of `map`, a function of an iterator over lists of so many batches
+        (one each without `window`) which gives what the loop gets, one for each batch, in
+        order. It runs in a thread, and may thus look at lists ahead. Items of it that are
+        a `shardjax.errands.Errand` are run in the consumer's thread. If the iterator that
+        it returns has a method `abandon`, that is called when a loop is left: what waits
+        in the iterator must end then.
       prefetch: how many finished batches may wait for the consumer; at least a window.
       meanwhile: called every millisecond or so while the consumer waits for a batch, in the
         consumer's thread; it should take no time.
@@ -92,6 +99,7 @@ class Loader(Generic[T]):
         shuffle_rows: int = 262_144,
         map: Callable[[Any], Any] | None = None,
         window: int | None = None,
+        stream: Callable[[Iterator[list[Any]]], Iterator[Any]] | None = None,
         prefetch: int = 4,
         meanwhile: Callable[[], object] | None = None,
         drop_last: bool = False,
@@ -103,11 +111,15 @@ class Loader(Generic[T]):
             check_count("shuffle_seed", shuffle_seed, least=0)
         if window is not None:
             check_count("window", window)
-            if map is None:
+            if map is None and stream is None:
                 raise ValueError(
                     f"`window` is how many batches `map` is called on, got {window} and no"
                     " `map`"
                 )
+        if map is not None and stream is not None:
+            raise ValueError(
+                "a Loader has a `map` or a `stream`, got both. Leave out one"
+            )
         self.source = source
         self.batch_size = batch_size
         self.shuffle_seed = shuffle_seed
@@ -115,7 +127,7 @@ class Loader(Generic[T]):
         self.prefetch = prefetch
         self.drop_last = drop_last
         self.window = window
-        self._map = map
+        self._map, self._stream = map, stream
         self._meanwhile = meanwhile
         self.epoch = 0
         self.batches = 0
@@ -290,11 +302,22 @@ class Loader(Generic[T]):
     def _run_epoch(self) -> Iterator[T]:
         self._check_idle("iterate over the loader twice at a time")
         self._running = True
-        mapped = _Channel(max(self.prefetch, self.window or 1))
+        # an errand for each window of a stream, besides its batches
+        errands = 0 if self._stream is None else 2
+        mapped = _Channel(max(self.prefetch, self.window or 1) + errands)
         channels, threads = [mapped], []
+        abandon = None
         try:
-            if self._map is None:
+            if self._map is None and self._stream is None:
                 threads.append(_start(_read_into, self._read, mapped))
+            elif self._stream is not None:
+                read = _Channel(_READ_AHEAD)
+                channels.append(read)
+                threads.append(_start(_read_into, self._read, read))
+                windows = _Windows(read, self.window or 1)
+                items = self._stream(windows)
+                abandon = getattr(items, "abandon", None)
+                threads.append(_start(_stream_into, items, windows, mapped))
             else:
                 read = _Channel(_READ_AHEAD)
                 channels.append(read)
@@ -313,6 +336,9 @@ class Loader(Generic[T]):
                 self.wait_seconds += time.perf_counter() - began
                 if ready.error is not None:
                     raise ready.error
+                if isinstance(ready.value, Errand):
+                    ready.value.run()
+                    continue
                 self.bad_lines += ready.bad_lines - self._epoch_bad_lines
                 self._epoch_bad_lines = ready.bad_lines
                 if ready.end:
@@ -326,6 +352,8 @@ class Loader(Generic[T]):
             ready = None  # an error and its traceback would keep each other alive
             for channel in channels:
                 channel.close()
+            if abandon is not None:
+                abandon()
             for thread in threads:
                 # The garbage collector may close this generator in any thread.
                 if thread is not threading.current_thread():
@@ -435,6 +463,52 @@ def _map_windows_into(
                         return
         except BaseException as error:  # whatever it is, it belongs to the consumer
             last = _Ready(error=error)
+    out.put(last)
+
+
+class _Windows:
+    """Lists of batches that were read, and what of them has not been mapped yet."""
+
+    def __init__(self, source: _Channel, window: int):
+        self._source, self._window = source, window
+        self.read: deque[_Ready] = deque()
+        self.last: _Ready | None = None
+
+    def __iter__(self) -> "_Windows":
+        return self
+
+    def __next__(self) -> list[Any]:
+        several = []
+        while len(several) < self._window and self.last is None:
+            ready = self._source.get()
+            if ready.end or ready.error is not None:
+                self.last = ready
+            else:
+                several.append(ready)
+        if not several:
+            raise StopIteration
+        self.read.extend(several)
+        return [ready.value for ready in several]
+
+
+def _stream_into(items: Iterator[Any], windows: _Windows, out: _Channel) -> None:
+    """The mapping thread where there is a `stream`."""
+    try:
+        for value in items:
+            ready = _Ready()
+            if not isinstance(value, Errand):
+                ready = windows.read.popleft()
+            ready.value = value
+            if not out.put(ready):
+                return
+        last = windows.last or _Ready(end=True)
+        if windows.read:
+            raise ValueError(
+                f"`stream` must give one item for each batch, and gave none for the last"
+                f" {len(windows.read)}"
+            )
+    except BaseException as error:  # whatever it is, it belongs to the consumer
+        last = _Ready(error=error)
     out.put(last)
 
 

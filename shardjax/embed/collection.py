@@ -10,7 +10,9 @@ devices hold is a separate pytree, `EmbeddingState`, that goes in and out of fun
     ... a step: gather_rows, embed, update_rows inside jax.shard_map ...   # devices
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +25,8 @@ from shardjax.embed.draft import TableState
 from shardjax.embed.exchange import embed_group, gather_rows, scatter_rows
 from shardjax.embed.groups import Group, plan_groups
 from shardjax.embed.jagged import Jagged, as_keys
+from shardjax.embed.joint import JointBatch, JointPlanner
+from shardjax.embed.key_exchange import KeyExchange
 from shardjax.embed.layout import Layout
 from shardjax.embed.mover import Mover
 from shardjax.embed.moves import SlabState, from_words, slab_spec, unpack_records
@@ -30,13 +34,19 @@ from shardjax.embed.plan import Plan, PlanError, Planner, WaitingPlan, WindowBat
 from shardjax.embed.policies import check_integer
 from shardjax.embed.records import hashes_of
 from shardjax.embed.snapshots import Snapshots
+from shardjax.embed.span import DeviceSpan
 from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.storage import Storage
+from shardjax.embed.stream import PlanStream
 from shardjax.embed.table_rows import TableRows, as_facts, facts_of
 from shardjax.embed.translate import owners_of
 from shardjax.precision import choose
+from shardjax.processes import Channel
 
 EmbeddingState = tuple[SlabState, ...]
+_NUMBERS = (
+    itertools.count()
+)  # of collections, in the order in which all processes make them
 
 
 class EmbeddingCollection:
@@ -95,13 +105,21 @@ class EmbeddingCollection:
         self.devices = mesh.size
         self.seed = int(seed)
         self.groups = plan_groups(self.features, self.devices, storage)
-        self.planner = Planner(
-            self.groups,
-            self.features,
-            self.devices,
-            self.seed,
-            threads=threads,
-        )
+        self.span = DeviceSpan.of_mesh(mesh)
+        self._joint: JointPlanner | None = None
+        if self.span.is_whole:
+            self.planner = Planner(
+                self.groups, self.features, self.devices, self.seed, threads=threads
+            )
+        else:
+            self._joint = JointPlanner(
+                self.groups, self.features, self.span, self.seed, threads
+            )
+            self.planner = self._joint.core
+            self._exchange = KeyExchange(mesh, self.span)
+            self._name = f"tables{next(_NUMBERS)}"
+            self._streams = itertools.count()
+            self._direct = Channel(f"{self._name}-direct")
         self._initial_rows = initial_rows
         self._mover = Mover(self.groups, mesh)
         self.snapshots = Snapshots(self.groups, self.planner, self._mover, self.seed)
@@ -201,13 +219,73 @@ class EmbeddingCollection:
         *,
         train: bool,
     ) -> Plan:
-        """Plans a batch on the host; see `shardjax.embed.plan.Planner.plan`."""
-        return self.planner.plan(features, batch, clicks, train=train)
+        """Plans a batch on the host; see `shardjax.embed.plan.Planner.plan`.
+
+        Where there are several processes, all of them call it at the same place of their
+        programs, in the main thread, each with the examples of its own devices.
+        """
+        if self._joint is None:
+            return self.planner.plan(features, batch, clicks, train=train)
+        [plan] = self._plan_jointly([(features, batch, clicks)], train=train)
+        return plan
 
     def plan_window(self, batches: Sequence[WindowBatch]) -> Iterator[Plan]:
         """Plans training batches that follow one another, whose rows shall be on the
-        devices together; see `shardjax.embed.plan.Planner.plan_window`."""
-        return self.planner.plan_window(batches)
+        devices together; see `shardjax.embed.plan.Planner.plan_window`, and `plan` for
+        several processes."""
+        if self._joint is None:
+            return self.planner.plan_window(batches)
+        return self._plan_jointly(batches, train=True)
+
+    def _plan_jointly(
+        self, batches: Sequence[WindowBatch], *, train: bool
+    ) -> Iterator[Plan]:
+        """Plans a window with the other processes, at once."""
+        joint = self._joint
+        assert joint is not None
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "where there are several processes, batches are planned in the main thread,"
+                " in the same order in all of them. To plan ahead in a thread, give the"
+                " Loader `stream=shardjax.prepare_stream(collection, train=...)`"
+            )
+        agree = self._direct.exchange
+        parts = []
+        for features, size, *clicks in batches:
+            examples = joint.common_examples(size, agree, train)
+            parts.append(JointBatch(features, size, examples, *clicks))
+        ask = joint.ask(parts, agree, train=train)
+        self._exchange.send(ask)
+        yield from joint.answer(ask, agree)
+        if ask.error is not None:
+            raise ask.error
+
+    def examples_per_device(self, size: int, *, train: bool) -> int:
+        """Examples per device, padding included, of a batch of `size` in all processes:
+        never fewer than a batch before had."""
+        if self._joint is not None:
+            return self._joint.examples(size, train)
+        return max(self.planner.examples(train), -(-size // self.devices))
+
+    def plan_stream(
+        self, windows: Iterable[Sequence[JointBatch]], *, train: bool
+    ) -> PlanStream:
+        """Plans windows ahead together with the other processes; see `PlanStream`.
+
+        Call it in the main thread, at the same place in all processes.
+
+        Raises:
+          RuntimeError: where there is only one process: `plan_window` is all it takes.
+        """
+        if self._joint is None:
+            raise RuntimeError(
+                "`plan_stream` is for several processes, and this is the only one. Use"
+                " `plan_window`"
+            )
+        channel = Channel(f"{self._name}-stream{next(self._streams)}")
+        return PlanStream(
+            self._joint, self._exchange.send, channel, windows, train=train
+        )
 
     def apply_fills(self, state: EmbeddingState, plan: Plan) -> EmbeddingState:
         """Brings the rows of a training plan: grows slabs, moves rows, writes first values.
@@ -231,19 +309,23 @@ class EmbeddingCollection:
         self.snapshots.protect(state, plans, plan)
         slabs = list(state)
         with self.planner.moving(plans):
+            self._grow(slabs, plan.slots)  # no plan before it needs more
             for waiting in plans:
                 self._move(slabs, waiting)
         return tuple(slabs)
 
-    def _move(self, slabs: list[SlabState], plan: WaitingPlan) -> None:
-        """Carries out the moves of a plan."""
-        for g, used in enumerate(plan.slots_used):
+    def _grow(self, slabs: list[SlabState], slots_needed: Sequence[int]) -> None:
+        """Sees to it that slabs have so many slots per owner, by group."""
+        for g, needed in enumerate(slots_needed):
             owners = 1 if self.groups[g].replicated else self.devices
             slots = known = slabs[g].rows.shape[0] // owners
-            while slots < used.max():
+            while slots < needed:
                 slots *= 2
             if slots > known:
                 slabs[g] = self._mover.grow(g, slabs[g], slots)
+
+    def _move(self, slabs: list[SlabState], plan: WaitingPlan) -> None:
+        """Carries out the moves of a plan."""
         for move in plan.moves:
             slabs[move.group] = self._mover.move(slabs[move.group], move)
 
@@ -255,12 +337,13 @@ class EmbeddingCollection:
         last = len(plans) - 1 - wanted[::-1].index(True)
         slabs = list(state)
         if last:  # they leave from where plans that nobody steps on bring them
-            slabs = jax.tree.map(jnp.copy, slabs)
+            slabs = [self._mover.copy(g, slab) for g, slab in enumerate(slabs)]
         for n, plan in enumerate(plans[: last + 1]):
             for move in plan.moves:
                 slab = slabs[move.group]
                 self._mover.hand_over(slab, move, self.planner.read_evicted)
             if n < last:
+                self._grow(slabs, [int(used.max()) for used in plan.slots_used])
                 self._move(slabs, plan)
 
     def gather_rows(
@@ -640,7 +723,7 @@ class EmbeddingCollection:
 
     def _owners(self, g: int, single: int, salted: np.ndarray) -> np.ndarray:
         """The owner device of each of some keys of a table."""
-        return owners_of(salted, single, self.planner.tiers[g].owners)
+        return owners_of(salted, single, self.planner.tiers[g].span)
 
     def _table(self, name: str):
         for g, tables in enumerate(self.planner.tables):

@@ -19,6 +19,7 @@ from shardjax.embed.moves import WriteBack
 from shardjax.embed.policies import Eviction, ShowClick
 from shardjax.embed.records import HEADER_WORDS
 from shardjax.embed.residents import FREE, Residents
+from shardjax.embed.span import DeviceSpan
 from shardjax.embed.translate import owners_of
 
 _CHUNK = 1 << 20
@@ -32,7 +33,7 @@ class Departures:
       removals: the keys that have left.
 
     Args:
-      owners: of rows.
+      span: the devices that own rows.
       tables: of the group.
       indexes: of each table.
       residents, host, disk: the tiers, as of `Tier`.
@@ -41,7 +42,7 @@ class Departures:
 
     def __init__(
         self,
-        owners: int,
+        span: DeviceSpan,
         tables: Sequence[Table],
         indexes: Sequence[Index],
         residents: Residents,
@@ -49,7 +50,7 @@ class Departures:
         disk: DiskRows | None,
         flying: Mapping[int, WriteBack],
     ):
-        self._devices = owners
+        self._span = span
         self._specs = [t.spec for t in tables]
         self._single_owners = [t.owner for t in tables]
         self._indexes = indexes
@@ -173,7 +174,7 @@ class Departures:
         return bool((self._host.headers["flight"][rows] != 0).any())
 
     def _owners(self, table: int, keys: np.ndarray) -> np.ndarray:
-        return owners_of(keys, self._single_owners[table], self._devices)
+        return owners_of(keys, self._single_owners[table], self._span)
 
     def _device_rows(self, table: int):
         """The owner, slots and entries of a table's rows on each device."""

@@ -82,16 +82,20 @@ class Draft:
 
     def occurrences(self, table: TableDraft) -> np.ndarray:
         """How often the batch has each unique key of a table, int64 [unique]."""
-        return self._sum(table, lambda x: np.ones(len(x.keys), np.int64))
+
+        def amounts(x: Input) -> np.ndarray:
+            return np.ones(len(x.keys), np.int64) if x.counts is None else x.counts
+
+        return self._sum(table, amounts)
 
     def scores(self, table: TableDraft, policy: ShowClick) -> np.ndarray:
         """What each unique key's ShowClick score grows by, int64 [unique]."""
-        assert self.clicks is not None
-        clicks = self.clicks
-        each = policy.click_weight * clicks + policy.show_weight * (1 - clicks)
-        each = np.rint(each * UNIT).astype(np.int64)
+        each = None if self.clicks is None else scores_of(self.clicks, policy)
 
         def amounts(x: Input) -> np.ndarray:
+            if x.scores is not None:
+                return x.scores
+            assert each is not None
             return each if x.lengths is None else np.repeat(each, x.lengths)
 
         return self._sum(table, amounts)
@@ -111,11 +115,33 @@ class Draft:
         """Makes ids of some unique keys of a table read no row; returns how many ids."""
         count = 0
         for name in table.table.features:
-            bounds = self.inputs[name].bounds
+            x = self.inputs[name]
             for r, unique in enumerate(table.local_unique):
-                part = self.raws[name][bounds[r] : bounds[r + 1]]
-                count += kernels.hide(hidden, unique, part)
+                own = slice(x.bounds[r], x.bounds[r + 1])
+                part = self.raws[name][own]
+                before = part >= 0
+                ids = kernels.hide(hidden, unique, part)
+                if x.counts is not None:
+                    ids = int(x.counts[own][before & (part < 0)].sum())
+                count += ids
         return count
+
+    def unseen(self, table: TableDraft, ids: int) -> int:
+        """How many ids `ids` are that found no row, where they stand for several."""
+        counted = [self.inputs[name] for name in table.table.features]
+        if not ids or any(x.counts is None for x in counted):
+            return ids
+        return sum(
+            int(x.counts[self.raws[name] == kernels.NO_ROW].sum())
+            for name, x in zip(table.table.features, counted, strict=True)
+            if x.counts is not None
+        )
+
+
+def scores_of(clicks: np.ndarray, policy: ShowClick) -> np.ndarray:
+    """What each example's keys' ShowClick scores grow by, int64 [batch]."""
+    each = policy.click_weight * clicks + policy.show_weight * (1 - clicks)
+    return np.rint(each * UNIT).astype(np.int64)
 
 
 class TableState:
@@ -124,10 +150,20 @@ class TableState:
     Attributes:
       rows: keys that have a row somewhere.
       gate: decides which keys get one.
+      is_counted: whether its rows are in the counters; several processes count those of a
+        replicated table once.
     """
 
-    def __init__(self, number: int, table: Table, requesters: int, seed: np.uint64):
+    def __init__(
+        self,
+        number: int,
+        table: Table,
+        requesters: int,
+        seed: np.uint64,
+        is_counted: bool = True,
+    ):
         self.number = number
+        self.is_counted = is_counted
         self.gate = Gate(table.spec.admit, seed)
         self.table = table
         self.index = Index()
@@ -225,8 +261,8 @@ class TableState:
         """Asks the index where a draft's rows are; see `residents.survey`."""
         survey(
             self.index.table, draft.entries, draft.unique, self.table.owner,
-            residents.owners, first_step, residents.slots, residents.words, draft.where,
-            draft.owners, needed,
+            residents.span.total, residents.span.first, first_step, residents.slots,
+            residents.words, draft.where, draft.owners, needed,
         )  # fmt: skip
 
     def new(self, draft: TableDraft) -> tuple[np.ndarray, np.ndarray]:

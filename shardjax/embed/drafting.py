@@ -8,7 +8,7 @@ import numpy as np
 from shardjax.embed import translate as kernels
 from shardjax.embed.draft import Draft, TableState
 from shardjax.embed.groups import Group
-from shardjax.embed.inputs import normalize
+from shardjax.embed.inputs import AskedKeys, normalize
 from shardjax.embed.jagged import Jagged
 from shardjax.embed.moves import record_words
 from shardjax.embed.residents import commit
@@ -30,6 +30,40 @@ _ONES = np.zeros(0, np.int64)  # `commit` takes it for ones
 
 class PlanError(ValueError):
     """A batch that cannot be planned: bad ids, or a full table. Nothing has changed."""
+
+
+def check_clicks(
+    clicks: np.ndarray | None, batch: int, tables: Sequence[Sequence[TableState]]
+) -> np.ndarray | None:
+    """The labels of the examples as float64, if a table counts them.
+
+    Raises:
+      PlanError: if they are not there, or not labels.
+    """
+    names = [
+        s.table.spec.name
+        for states in tables
+        for s in states
+        if s.table.spec.show_click is not None
+    ]
+    if not names:
+        return None
+    if clicks is None:
+        raise PlanError(
+            f"table {names[0]!r} has the policy ShowClick, which counts clicks, and the"
+            f" batch of {batch} examples came without labels. Give `clicks`"
+        )
+    found = np.asarray(clicks, np.float64)
+    good = found.shape == (batch,)
+    if not good or not ((found >= 0) & (found <= 1)).all():
+        got = f"shape {found.shape}"
+        if good:
+            got = f"{found[~((found >= 0) & (found <= 1))][0]}"
+        raise PlanError(
+            f"`clicks` for the policy ShowClick of table {names[0]!r} must be {batch}"
+            f" labels in [0, 1], got {got}"
+        )
+    return found
 
 
 class Drafter:
@@ -75,7 +109,9 @@ class Drafter:
           admit: whether every key gets a row, whatever its table's `admit` says.
         """
         train = step > 0
-        clicks = self._check_clicks(clicks, batch) if train else None
+        asked = any(isinstance(x, AskedKeys) for x in features.values())
+        if train and not asked:
+            clicks = check_clicks(clicks, batch, self.tables)
         examples = max(examples, -(-batch // self.devices))
         inputs = normalize(features, self.features, batch, examples, self.devices)
         counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
@@ -89,10 +125,10 @@ class Drafter:
         )
         states = [s for states in self.tables for s in states]
         run = self._pool.map if self._pool else map
-        # evaluation numbers keys that may be on disk, or about to leave for good, and
-        # forgets them again
+        # evaluation numbers keys that may be on disk, or about to leave for good, or have a
+        # place in what another process gets, and forgets them again
         insert = [
-            train or tier.disk is not None or tier.departures.pending_rows > 0
+            train or asked or tier.disk is not None or tier.departures.pending_rows > 0
             for tier, states in zip(self.tiers, self.tables, strict=True)
             for _ in states
         ]
@@ -122,44 +158,17 @@ class Drafter:
                 refused = state.index.table[table.entries[hidden], 0]
                 table.asked = keys, counts, admitted & ~np.isin(keys, refused)
             state.drop(table, hidden)
-            counters["rejected"] += draft.hide(table, hidden)
-        for state in states:
-            counters["unseen"] += int(state.counters[kernels.UNSEEN])
+            ids = draft.hide(table, hidden)
+            counters["rejected"] += ids * state.is_counted
+        drafted = [table for tables in draft.tables for table in tables]
+        for state, table in zip(states, drafted, strict=True):
+            found_none = int(state.counters[kernels.UNSEEN])
+            unseen = draft.unseen(table, found_none)
+            counters["unseen"] += unseen * state.is_counted
             counters["bad_ids"] += int(state.counters[kernels.BAD])
             counters["padding_ids"] += int(state.counters[kernels.PADDING])
             counters["unique_ids"] += int(state.local_count.sum())
         return draft
-
-    def _check_clicks(self, clicks: np.ndarray | None, batch: int):
-        """The labels of the examples as float64, if a table counts them.
-
-        Raises:
-          PlanError: if they are not there, or not labels.
-        """
-        names = [
-            s.table.spec.name
-            for states in self.tables
-            for s in states
-            if s.table.spec.show_click is not None
-        ]
-        if not names:
-            return None
-        if clicks is None:
-            raise PlanError(
-                f"table {names[0]!r} has the policy ShowClick, which counts clicks, and the"
-                f" batch of {batch} examples came without labels. Give `clicks`"
-            )
-        found = np.asarray(clicks, np.float64)
-        good = found.shape == (batch,)
-        if not good or not ((found >= 0) & (found <= 1)).all():
-            got = f"shape {found.shape}"
-            if good:
-                got = f"{found[~((found >= 0) & (found <= 1))][0]}"
-            raise PlanError(
-                f"`clicks` for the policy ShowClick of table {names[0]!r} must be {batch}"
-                f" labels in [0, 1], got {got}"
-            )
-        return found
 
     def _refuse(self, draft: Draft, step: int, admit: bool) -> int:
         """Takes the keys out of a draft that get no row yet, unless all are admitted;
@@ -183,7 +192,7 @@ class Drafter:
                 hidden = np.zeros(table.unique, bool)
                 hidden[new[~admitted]] = True
                 if hidden.any():
-                    ids += draft.hide(table, hidden)
+                    ids += draft.hide(table, hidden) * state.is_counted
                     state.drop(table, hidden)
         return ids
 
@@ -253,7 +262,7 @@ class Drafter:
                     f"a batch needs {per_device} rows of the tables {names}{more} on one"
                     f" device, and `device_rows` of the storage gives each"
                     f" {residents.capacity}. Give at least"
-                    f" device_rows={per_device * tier.owners}, or smaller batches"
+                    f" device_rows={per_device * tier.span.total}, or smaller batches"
                 )
         return None
 
@@ -271,17 +280,20 @@ class Drafter:
                 amounts = _ONES if policy is None else draft.scores(table, policy)
                 if table.asked is not None:
                     forgotten = state.gate.passed(*table.asked)
-                    draft.counters["forgotten_candidates"] += forgotten
+                    draft.counters["forgotten_candidates"] += (
+                        forgotten * state.is_counted
+                    )
                 before = residents.coming.count
                 residents.coming.count = commit(
                     state.index.table, table.entries, table.unique, state.table.owner,
-                    tier.owners, state.number, step, first_step, residents.max_uses,
-                    amounts, residents.slots, residents.words, residents.pinned,
-                    table.where, table.owners, residents.coming.columns, before,
+                    tier.span.total, tier.span.first, state.number, step, first_step,
+                    residents.max_uses, amounts, residents.slots, residents.words,
+                    residents.pinned, table.where, table.owners,
+                    residents.coming.columns, before,
                 )  # fmt: skip
                 state.rows += table.new
                 came = residents.coming.count - before
-                draft.counters["inserted"] += table.new
+                draft.counters["inserted"] += table.new * state.is_counted
                 if tier.host is not None:
                     draft.counters["host_hits"] += came - table.new
                     here = int((table.where >= 0).sum())  # refused keys have no row

@@ -328,6 +328,11 @@ class Index:
         split(self.table, self.homes, homes, unique_entry)
         self.homes = homes
 
+    def clear(self) -> None:
+        """Forgets all keys, and keeps the room."""
+        self.table[: self.end] = _0
+        self.count = 0
+
     def remove(self, keys: np.ndarray) -> None:
         """Forgets those of `keys`, uint64 [n], that it knows.
 

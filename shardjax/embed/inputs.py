@@ -11,6 +11,19 @@ from shardjax.embed.translate import truncate
 
 
 @dataclass(frozen=True)
+class AskedKeys(Jagged):
+    """Unique keys that requesters ask owners for, one "example" per requester.
+
+    Attributes:
+      counts: int64 [total], how many ids each stands for; None for one.
+      scores: int64 [total], what ShowClick scores grow by; None where nobody counts them.
+    """
+
+    counts: np.ndarray | None = None
+    scores: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
 class Input:
     """One feature of a batch.
 
@@ -23,6 +36,7 @@ class Input:
       weights: float32 [n] or None.
       truncated: keys cut off.
       padding: keys left out already because they are the feature's `padding_id`.
+      counts, scores: as of `AskedKeys`.
     """
 
     spec: FeatureSpec
@@ -33,6 +47,8 @@ class Input:
     weights: np.ndarray | None = None
     truncated: int = 0
     padding: int = 0
+    counts: np.ndarray | None = None
+    scores: np.ndarray | None = None
 
     @property
     def longest(self) -> int:
@@ -139,4 +155,7 @@ def _jagged(name, spec, value: Jagged, batch: int, example_bounds) -> Input:
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     bounds = offsets[example_bounds]
     keys = np.ascontiguousarray(keys)
-    return Input(spec, keys, bounds, example_bounds, lengths, weights, cut, padding)
+    asked = (value.counts, value.scores) if isinstance(value, AskedKeys) else ()
+    return Input(
+        spec, keys, bounds, example_bounds, lengths, weights, cut, padding, *asked
+    )

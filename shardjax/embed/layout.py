@@ -131,16 +131,23 @@ def pack(
     examples: int,
     groups: tuple[GroupLayout, ...],
     arrays: dict[str, np.ndarray],
+    own: int | None = None,
 ) -> tuple[np.ndarray, Layout]:
-    """Lays int32 and float32 arrays, [devices, ...] each, one after the other.
+    """Lays int32 and float32 arrays, [own, ...] each, one after the other.
+
+    Args:
+      devices, examples, groups: of the layout.
+      arrays: by field name.
+      own: devices that they are of; None for all.
 
     Returns:
-      The transfer, int32 [devices, words], and its layout.
+      The transfer, int32 [own, words], and its layout.
 
     Raises:
       TypeError: for another dtype.
       ValueError: for an array without the leading dim of devices.
     """
+    own = devices if own is None else own
     fields = []
     offset = 0
     for name, array in arrays.items():
@@ -148,16 +155,16 @@ def pack(
             raise TypeError(
                 f"array {name!r} of a step must be int32 or float32, got {array.dtype}"
             )
-        if array.shape[:1] != (devices,):
+        if array.shape[:1] != (own,):
             raise ValueError(
-                f"array {name!r} of a step must have {devices} (devices) as its first dim,"
+                f"array {name!r} of a step must have {own} (devices) as its first dim,"
                 f" got shape {array.shape}"
             )
         field = Field(name, array.shape[1:], array.dtype == np.float32, offset)
         fields.append(field)
         offset += field.size
-    packed = np.empty((devices, offset), np.int32)
+    packed = np.empty((own, offset), np.int32)
     for f in fields:
-        words = arrays[f.name].reshape(devices, f.size)
+        words = arrays[f.name].reshape(own, f.size)
         packed[:, f.offset : f.offset + f.size] = words.view(np.int32)
     return packed, Layout(devices, examples, groups, tuple(fields))

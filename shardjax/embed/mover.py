@@ -21,6 +21,7 @@ from shardjax.embed.moves import (
     slab_spec,
     unpack_records,
 )
+from shardjax.embed.span import DeviceSpan
 from shardjax.embed.spec import TableSpec
 
 # (group, evicted, numbers of rows) to records, int32 [n, words]
@@ -39,11 +40,49 @@ class Mover:
     def __init__(self, groups: tuple[Group, ...], mesh: jax.sharding.Mesh):
         self._groups = groups
         self._mesh = mesh
-        self._axes = tuple(mesh.axis_names)
+        self._span = DeviceSpan.of_mesh(mesh)
+        # Rows move without the other processes: programs run on this one's devices alone.
+        self._own_mesh = mesh
+        if not self._span.is_whole:
+            own = mesh.devices.reshape(-1)[self._span.first :][: self._span.count]
+            types = (jax.sharding.AxisType.Auto,)
+            self._own_mesh = jax.sharding.Mesh(own, ("own",), axis_types=types)
 
     def spec(self, group: Group) -> jax.P:
         """How the slots of a group lie over the mesh."""
-        return jax.P() if group.replicated else jax.P(self._axes)
+        return _slots_over(group, self._mesh)
+
+    def own(self, g: int, slab: SlabState) -> SlabState:
+        """What this process's devices have of a group's slab, as arrays of theirs alone,
+        in the same memory."""
+        if self._span.is_whole:
+            return slab
+        return self._view(g, slab, self._own_mesh, self._span.count)
+
+    def whole(self, g: int, slab: SlabState) -> SlabState:
+        """The slab of all processes that this one has `own` of; in the same memory."""
+        if self._span.is_whole:
+            return slab
+        return self._view(g, slab, self._mesh, self._span.total)
+
+    def copy(self, g: int, slab: SlabState) -> SlabState:
+        """A group's slab in memory of its own."""
+        return self.whole(g, jax.tree.map(jnp.copy, self.own(g, slab)))
+
+    def _view(self, g: int, slab: SlabState, mesh, owners: int) -> SlabState:
+        """A slab's parts on this process's devices, as parts of arrays over a mesh."""
+        specs = slab_spec(self._groups[g], _slots_over(self._groups[g], mesh))
+
+        def view(x: jax.Array, spec: jax.P) -> jax.Array:
+            parts = {shard.device: shard.data for shard in x.addressable_shards}
+            own = [parts[device] for device in self._own_mesh.devices.flat]
+            shape = own[0].shape
+            if spec != jax.P():
+                shape = (shape[0] * owners, *shape[1:])
+            sharding = jax.NamedSharding(mesh, spec)
+            return jax.make_array_from_single_device_arrays(shape, sharding, own)
+
+        return jax.tree.map(view, slab, specs)
 
     def move(self, slab: SlabState, move: Move) -> SlabState:
         """Gathers the rows that leave for RAM, writes those that come.
@@ -51,6 +90,10 @@ class Mover:
         Args:
           slab: of the move's group; donated.
         """
+        moved = self._moved(self.own(move.group, slab), move)
+        return self.whole(move.group, moved)
+
+    def _moved(self, slab: SlabState, move: Move) -> SlabState:
         group = self._groups[move.group]
         options, sharding = self._options(group)
 
@@ -71,9 +114,9 @@ class Mover:
 
     def _options(self, group: Group) -> tuple[dict[str, Any], jax.NamedSharding]:
         """What the programs need to know of a group, and where its arrays go."""
-        spec = self.spec(group)
-        options = {"group": group, "mesh": self._mesh, "spec": spec}
-        return options, jax.NamedSharding(self._mesh, spec)
+        spec = _slots_over(group, self._own_mesh)
+        options = {"group": group, "mesh": self._own_mesh, "spec": spec}
+        return options, jax.NamedSharding(self._own_mesh, spec)
 
     def wants(self, move: Move) -> bool:
         """Whether somebody wants rows that leave for good with a move."""
@@ -93,7 +136,7 @@ class Mover:
         group = self._groups[move.group]
         for evicted in move.evicted:
             if self._wants(move.group, evicted):
-                gathered = self._gather(slab, group, evicted)
+                gathered = self._gather(self.own(move.group, slab), group, evicted)
                 self._hand_over(move.group, group, evicted, gathered, read)
 
     def _gather(self, slab: SlabState, group: Group, evicted: Evicted):
@@ -106,7 +149,7 @@ class Mover:
     def gather(self, g: int, slab: SlabState, parts: Sequence[np.ndarray]) -> jax.Array:
         """Records of slots of a group by owner, int32 [n] each: int32 [owners * m, words],
         m at least the longest n; undefined past each."""
-        return self._gather_slots(self._groups[g], slab, parts)
+        return self._gather_slots(self._groups[g], self.own(g, slab), parts)
 
     def _gather_slots(self, group: Group, slab: SlabState, parts) -> jax.Array:
         options, sharding = self._options(group)
@@ -154,7 +197,7 @@ class Mover:
 
     def _own_rows(self, group: Group, evicted: Evicted) -> list[np.ndarray]:
         """Numbers of the rows on each device."""
-        owners = 1 if group.replicated else self._mesh.size
+        owners = 1 if group.replicated else self._span.count
         return [
             np.flatnonzero((evicted.slots >= 0) & (evicted.owners == o))
             for o in range(owners)
@@ -165,22 +208,23 @@ class Mover:
 
     def grow(self, g: int, slab: SlabState, slots: int) -> SlabState:
         """A slab of a group with more slots, `slots` per owner."""
-        spec = slab_spec(self._groups[g], self.spec(self._groups[g]))
+        mesh = self._own_mesh
+        spec = slab_spec(self._groups[g], _slots_over(self._groups[g], mesh))
 
         @jax.jit  # a longer array cannot reuse the old one's memory: nothing to donate
-        @partial(jax.shard_map, mesh=self._mesh, in_specs=(spec,), out_specs=spec)
+        @partial(jax.shard_map, mesh=mesh, in_specs=(spec,), out_specs=spec)
         def grow(slab):
             def longer(x):
                 more = jnp.zeros((slots - x.shape[0], *x.shape[1:]), x.dtype)
                 if not self._groups[g].replicated:
-                    more = jax.lax.pcast(more, self._axes, to="varying")
+                    more = jax.lax.pcast(more, mesh.axis_names, to="varying")
                 return jnp.concatenate([x, more])
 
             return SlabState(
                 longer(slab.rows), [longer(x) for x in slab.row_state], slab.shared
             )
 
-        return grow(slab)
+        return self.whole(g, grow(self.own(g, slab)))
 
     def _fill(self, slab: SlabState, fill: Fill, sharding, options) -> SlabState:
         words = fill.words.reshape(-1).view(np.uint32).reshape(-1, 2)
@@ -191,6 +235,11 @@ class Mover:
             initializer=fill.initializer,
             **options,
         )
+
+
+def _slots_over(group: Group, mesh: jax.sharding.Mesh) -> jax.P:
+    """How the slots of a group lie over a mesh."""
+    return jax.P() if group.replicated else jax.P(tuple(mesh.axis_names))
 
 
 def call_on_evict(spec: TableSpec, keys, rows, row_state) -> None:

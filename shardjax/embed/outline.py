@@ -34,13 +34,13 @@ _CHUNK_BYTES = 4 << 20
 
 
 @numba.njit(nogil=True, cache=True)
-def _invert(table, end, single_owner, devices, used, number, keys, tables):
+def _invert(table, end, single_owner, devices, first, used, number, keys, tables):
     """Writes which key of an index has which slot: keys[owner, slot]."""
     for i in range(end):
         code = code_of(table[i, 1])
         if code == EMPTY or code >= HOST:
             continue
-        owner = owner_of(table[i, 0], single_owner, devices)
+        owner = owner_of(table[i, 0], single_owner, devices) - first
         if code < np.uint64(used[owner]):
             keys[owner, code] = table[i, 0]
             tables[owner, code] = number
@@ -100,8 +100,8 @@ class DeviceOutline:
                 zip(indexes, single_owners, strict=True)
             ):
                 _invert(
-                    index.table, index.end, owner, residents.owners, self.used, number,
-                    self.keys, self.tables,
+                    index.table, index.end, owner, residents.span.total,
+                    residents.span.first, self.used, number, self.keys, self.tables,
                 )  # fmt: skip
         self.count = int((self.tables != FREE).sum())
 

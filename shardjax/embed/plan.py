@@ -47,7 +47,8 @@ from shardjax.embed.outline import Outline
 from shardjax.embed.policies import Eviction
 from shardjax.embed.rate import Rate
 from shardjax.embed.residents import resolve
-from shardjax.embed.routes import Routes
+from shardjax.embed.routes import OwnerRoutes, RequesterRoutes
+from shardjax.embed.span import DeviceSpan
 from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.storage import Storage
 from shardjax.embed.tier import Tier
@@ -74,6 +75,11 @@ class Plan:
       version: for evaluation, how often rows had moved when it was made.
       counters: what the batch had, by name.
       seconds: that making it took; the batches of a window share its time evenly.
+      slots_needed: per group, slots per owner that there must be, of all processes; None
+        for those of `slots_used`.
+
+    Where there are several processes, arrays, moves and slots are those of this process's
+    devices; all else is the same in all.
     """
 
     examples: int
@@ -85,6 +91,14 @@ class Plan:
     version: int = 0
     counters: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    slots_needed: tuple[int, ...] | None = None
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Per group, slots that each owner must have for the step."""
+        if self.slots_needed is not None:
+            return self.slots_needed
+        return tuple(int(used.max()) for used in self.slots_used)
 
     @property
     def fills(self) -> tuple[Fill, ...]:
@@ -93,18 +107,46 @@ class Plan:
 
 
 @dataclass(frozen=True, eq=False)
+class Settled:
+    """A batch whose rows have slots, before it has a plan.
+
+    Attributes:
+      draft: the batch.
+      moves, used: `Plan.moves` and `Plan.slots_used`.
+      sequence, version: of the plan.
+      overlays: for evaluation, per group and table the rows that are not on the devices.
+    """
+
+    draft: Draft
+    moves: tuple[Move, ...]
+    used: tuple[np.ndarray, ...]
+    sequence: int
+    version: int
+    overlays: Sequence[Sequence[np.ndarray]] = ()
+
+    @property
+    def train(self) -> bool:
+        """Whether it is to be trained on."""
+        return self.sequence > 0
+
+
+@dataclass(frozen=True, eq=False)
 class WaitingPlan:
     """What is left to do of a training plan that has not been carried out.
 
     Attributes:
       sequence, moves, slots_used: of the plan.
-      plan: it, as long as somebody holds it who could step on it.
+      plan: gives it, as long as somebody holds it who could step on it.
     """
 
     sequence: int
     moves: tuple[Move, ...]
     slots_used: tuple[np.ndarray, ...]
-    plan: weakref.ref[Plan]
+    plan: Callable[[], Plan | None]
+
+
+def _nobody() -> None:
+    """Stands for a plan that nobody holds."""
 
 
 class Planner:
@@ -117,22 +159,30 @@ class Planner:
         devices: int,
         seed: int,
         threads: int = 1,
+        span: DeviceSpan | None = None,
     ):
         """Makes a planner that knows no key.
 
         Args:
           groups: of `plan_groups`.
           features: of the collection.
-          devices: owners and requesters alike.
+          devices: requesters.
           seed: of the rows' initial values.
           threads: that look up keys, one table each, and copy rows of the RAM tier.
+          span: the owners; None for the requesters. Where they are not all of this process,
+            batches have keys of its owners alone.
         """
+        span = DeviceSpan.whole(devices) if span is None else span
         self.groups = groups
         self.features = features
         self.devices = devices
+        self.span = span
         mixed = np.uint64(mix64(np.uint64((seed + 0x9E3779B97F4A7C15) % 2**64)))
         self.tables = [
-            [TableState(n, t, devices, mixed) for n, t in enumerate(group.tables)]
+            [
+                TableState(n, t, devices, mixed, not (group.replicated and span.first))
+                for n, t in enumerate(group.tables)
+            ]
             for group in groups
         ]
         self._folders: dict[Path, DiskFolder] = {}
@@ -142,7 +192,7 @@ class Planner:
                 g,
                 group,
                 [s.index for s in states],
-                1 if group.replicated else devices,
+                DeviceSpan.whole(1) if group.replicated else span,
                 mixed,
                 self._open(group.storage, budgets),
                 threads,
@@ -178,6 +228,8 @@ class Planner:
             return None
         if storage not in budgets:
             path = Path(storage.disk).resolve()
+            if not self.span.is_whole:  # processes may share the disk, never a folder
+                path /= f"process{self.span.first // self.span.count}"
             if path not in self._folders:
                 self._folders[path] = DiskFolder(path)
             most = None if storage.disk_bytes is None else int(storage.disk_bytes)
@@ -186,7 +238,7 @@ class Planner:
             budgets[storage] = DiskBudget(self._folders[path], most, mapped, rate)
         return budgets[storage]
 
-    def _size(self, train: bool, name: tuple, needed: int, smallest: int) -> int:
+    def size(self, train: bool, name: tuple, needed: int, smallest: int) -> int:
         """A static size that is at least `needed` and never shrinks.
 
         A size that has to grow takes 3 % more than it needs, so that batches which are
@@ -200,7 +252,7 @@ class Planner:
             self._rungs[key] = size
         return size
 
-    def _examples(self, train: bool) -> int:
+    def examples(self, train: bool) -> int:
         """Examples per requester that batches have had so far."""
         return self._rungs.get((train, "examples"), 1)
 
@@ -239,10 +291,9 @@ class Planner:
         """
         if train:
             return next(self.plan_window([(features, batch, clicks)], admit=admit))
-        with self._planning, self._state:
-            self._check_open()
+        with self._planning:
             began = time.perf_counter()
-            plan = self._plan_evaluation(features, batch)
+            plan = self._arrange(self.settle_evaluation(features, batch))
             return replace(plan, seconds=time.perf_counter() - began)
 
     def plan_window(
@@ -266,50 +317,78 @@ class Planner:
         """
         waiting = deque(batches)
         while waiting:
-            error, shortened = None, False
             with self._planning:
                 began = time.perf_counter()
-                self._raise_failure()
-                first_step = self._planned + 1
-                self.moments.reached(self._planned, self._outline)
-                self._evict_if_due(first_step)
-                drafts: list[Draft] = []
-                for tier in self.tiers:
-                    tier.residents.begin()
-                while waiting and error is None:
-                    step = first_step + len(drafts)
-                    if drafts and (self._due(step) or self.moments.is_end(step - 1)):
-                        break
-                    features, batch, *clicks = waiting[0]
-                    try:
-                        draft = self.drafter.draft(
-                            features, batch, self._examples(True), step, *clicks,
-                            admit=admit,
-                        )  # fmt: skip
-                    except Exception as problem:  # whatever it is, it is this batch's
-                        error = problem
-                        break
-                    lacking = self.drafter.lacking(draft, first_step)
-                    if lacking is not None:
-                        self.drafter.forget(draft)
-                        if not drafts:
-                            error = lacking
-                        shortened = True
-                        break
-                    self._size(True, ("examples",), draft.examples, draft.examples)
-                    self.drafter.commit(draft, first_step, step)
-                    drafts.append(draft)
-                    waiting.popleft()
-                try:
-                    plans = []
-                    if drafts:
-                        plans = self._close(drafts, first_step, shortened, began)
-                except BaseException as problem:
-                    self._broken = repr(problem)
-                    raise
+                settled, error = self.settle_window(waiting, admit=admit)
+                with self.breaking():
+                    plans = [self._arrange(x) for x in settled]
+                    plans = self.wait_for(plans, began)
             yield from plans
             if error is not None:
                 raise error
+
+    @property
+    def planning(self) -> threading.RLock:
+        """Who has it may call `settle_window`, `settle_evaluation`, `size`, `wait_for`."""
+        return self._planning
+
+    @contextmanager
+    def breaking(self) -> Iterator[None]:
+        """A context in which any error leaves the planner unfit to go on."""
+        try:
+            yield
+        except BaseException as problem:
+            self._broken = repr(problem)
+            raise
+
+    def settle_window(
+        self, waiting: deque[WindowBatch], *, admit: bool = False
+    ) -> tuple[list[Settled], Exception | None]:
+        """Gives the rows of the next window slots, with `planning`.
+
+        Args:
+          waiting: batches; those of the window are taken out.
+          admit: as of `plan`.
+
+        Returns:
+          They; and an error of the batch after them, if it has one.
+        """
+        error, shortened = None, False
+        self._raise_failure()
+        first_step = self._planned + 1
+        self.moments.reached(self._planned, self._outline)
+        self._evict_if_due(first_step)
+        drafts: list[Draft] = []
+        for tier in self.tiers:
+            tier.residents.begin()
+        while waiting and error is None:
+            step = first_step + len(drafts)
+            if drafts and (self._due(step) or self.moments.is_end(step - 1)):
+                break
+            features, batch, *clicks = waiting[0]
+            try:
+                draft = self.drafter.draft(
+                    features, batch, self.examples(True), step, *clicks, admit=admit
+                )
+            except Exception as problem:  # whatever it is, it is this batch's
+                error = problem
+                break
+            lacking = self.drafter.lacking(draft, first_step)
+            if lacking is not None:
+                self.drafter.forget(draft)
+                if not drafts:
+                    error = lacking
+                shortened = True
+                break
+            self.size(True, ("examples",), draft.examples, draft.examples)
+            self.drafter.commit(draft, first_step, step)
+            drafts.append(draft)
+            waiting.popleft()
+        settled = []
+        if drafts:
+            with self.breaking():
+                settled = self._close(drafts, first_step, shortened)
+        return settled, error
 
     def _due(self, step: int) -> bool:
         """Whether rows may leave for good before a step."""
@@ -336,7 +415,7 @@ class Planner:
                             state.number, policies, step, state.rows
                         )
                         state.rows -= n
-                        self._evicted_rows += n
+                        self._evicted_rows += n * state.is_counted
                         counts[state.table.spec.name] = n
         except BaseException as problem:
             self._broken = repr(problem)
@@ -377,9 +456,9 @@ class Planner:
                 raise failure
 
     def _close(
-        self, drafts: list[Draft], first_step: int, shortened: bool, began: float
-    ) -> list[Plan]:
-        """Ends the window: rows get their slots, and batches their plans."""
+        self, drafts: list[Draft], first_step: int, shortened: bool
+    ) -> list[Settled]:
+        """Ends the window: rows get their slots."""
         closed = [
             tier.close(
                 first_step, [draft.ends[g] for draft in drafts], self.drafter.room(tier)
@@ -389,9 +468,9 @@ class Planner:
         self.drafter.count_disk_hits(drafts, [c[3] for c in closed])
         drafts[0].counters["evicted_rows"] = self._evicted_rows
         self._evicted_rows = 0
-        plans = []
+        settled = []
         for n, draft in enumerate(drafts):
-            moves = tuple(c[1][n] for c in closed if c[1][n] is not None)
+            moves = tuple(m for c in closed if (m := c[1][n]) is not None)
             if n == 0 and self.drafter.tiered:
                 self.drafter.count_moves(draft.counters, moves, shortened)
             for tables, (slots, *_) in zip(draft.tables, closed, strict=True):
@@ -399,7 +478,13 @@ class Planner:
                     resolve(table.where, table.unique, slots, table.slots)
             self._planned += 1
             used = tuple(c[2][n] for c in closed)
-            plans.append(self._arrange(draft, True, moves, used))
+            settled.append(Settled(draft, moves, used, self._planned, self._version))
+        return settled
+
+    def wait_for(self, plans: Sequence[Plan], began: float) -> list[Plan]:
+        """Notes plans that are to be carried out, and the time since `began` as theirs."""
+        if not plans:
+            return []
         seconds = (time.perf_counter() - began) / len(plans)
         plans = [replace(plan, seconds=seconds) for plan in plans]
         with self._state:
@@ -409,25 +494,36 @@ class Planner:
             )
         return plans
 
-    def _arrange(self, draft: Draft, train, moves, used, overlays=None) -> Plan:
-        """The plan of a draft whose rows have slots."""
+    def abandon(self, settled: Sequence[Settled]) -> None:
+        """Notes moves of batches that get no plan: they are carried out with the next."""
+        with self._state:
+            self._pending.extend(
+                WaitingPlan(x.sequence, x.moves, x.used, _nobody)
+                for x in settled
+                if x.train
+            )
+
+    def _arrange(self, settled: Settled) -> Plan:
+        """The plan of a batch whose rows have slots."""
         arrays: dict[str, np.ndarray] = {}
         loads = np.zeros(self.devices)
         layouts = []
-        for g, (group, tables) in enumerate(
-            zip(self.groups, draft.tables, strict=True)
-        ):
-            routes = Routes(
-                group,
-                tables,
-                draft.inputs,
-                draft.raws,
-                self.devices,
+        draft, train = settled.draft, settled.train
+        for g, owner in enumerate(self.owner_routes(settled)):
+
+            def size(name, n, least, g=g):
+                return self.size(train, (g, *name), n, least)
+
+            requester = RequesterRoutes(
+                owner.group, self.features, draft.inputs, draft.raws, self.devices,
                 draft.examples,
-                lambda name, n, least, g=g: self._size(train, (g, *name), n, least),
-            )
-            overlay = () if overlays is None else overlays[g]
-            layouts.append(routes.write(self.features, arrays, loads, overlay))
+            )  # fmt: skip
+            rows, stored, send, base, where = owner.write(arrays, size)
+            loads += owner.send_count.sum(0)
+            layout = requester.layout(rows, stored, send, size)
+            missing = layout.received(self.devices)
+            requester.write(layout, missing, base, where, arrays)
+            layouts.append(layout)
         mean = loads.mean()
         counters = draft.counters
         counters["exchange_imbalance"] = float(loads.max() / mean) if mean else 1.0
@@ -439,16 +535,34 @@ class Planner:
             draft.examples,
             tuple(layouts),
             arrays,
-            moves,
-            used,
-            self._planned if train else 0,
-            self._version,
+            settled.moves,
+            settled.used,
+            settled.sequence,
+            settled.version,
             counters,
         )
 
-    def _plan_evaluation(self, features, batch: int) -> Plan:
-        draft = self.drafter.draft(features, batch, self._examples(False), 0)
-        self._size(False, ("examples",), draft.examples, draft.examples)
+    def owner_routes(self, settled: Settled) -> list[OwnerRoutes]:
+        """The owners' half of the index arrays, per group."""
+        overlays = settled.overlays or [()] * len(self.groups)
+        return [
+            OwnerRoutes(group, tables, self.span.count, self.devices, overlay)
+            for group, tables, overlay in zip(
+                self.groups, settled.draft.tables, overlays, strict=True
+            )
+        ]
+
+    def settle_evaluation(
+        self, features: Mapping[str, np.ndarray | Jagged], batch: int
+    ) -> Settled:
+        """Finds the rows of a batch to evaluate on, with `planning`."""
+        with self._state:
+            self._check_open()
+            return self._settle_evaluation(features, batch)
+
+    def _settle_evaluation(self, features, batch: int) -> Settled:
+        draft = self.drafter.draft(features, batch, self.examples(False), 0)
+        self.size(False, ("examples",), draft.examples, draft.examples)
         overlays = []
         try:
             for g, (states, tables) in enumerate(
@@ -462,7 +576,7 @@ class Planner:
         finally:
             self.drafter.forget(draft)
         used = tuple(n.copy() for n in self.applied)
-        return self._arrange(draft, False, (), used, overlays)
+        return Settled(draft, (), used, 0, self._version, overlays)
 
     def _overlay(self, g: int, state: TableState, table: TableDraft, draft: Draft):
         """Writes the slots of a table's rows; returns the rows that are elsewhere."""
@@ -475,7 +589,8 @@ class Planner:
         hidden = table.slots < 0
         hidden[elsewhere] = False
         if hidden.any():
-            draft.counters["unseen"] += draft.hide(table, hidden)
+            ids = draft.hide(table, hidden)
+            draft.counters["unseen"] += ids * state.is_counted
         words = records[:, : tier.row_words]
         return np.column_stack([elsewhere.astype(np.int32), words])
 
@@ -546,7 +661,7 @@ class Planner:
             self._check_open()
             known, _ = state.index.items()
             known = np.union1d(known, tier.departures.keys(state.number))
-            owners = owners_of(known, state.table.owner, tier.owners)
+            owners = owners_of(known, state.table.owner, tier.span)
             where = state.index.lookup(known).astype(np.int64)
             slots, elsewhere, _ = self._as_applied(g, state, known, where, owners)
             slots[elsewhere] = 0

@@ -14,6 +14,7 @@ import numpy as np
 
 from shardjax.embed.eviction import MOST_TALLY
 from shardjax.embed.index import HOST, NEW, PENDING, code_of, prefetch, word_of
+from shardjax.embed.span import DeviceSpan
 from shardjax.embed.storage import Storage
 from shardjax.embed.translate import owner_of
 
@@ -35,8 +36,8 @@ _BLOCK = 32
 
 @numba.njit(inline="always")
 def _approach(
-    table, unique_entry, start, stop, single_owner, devices, columns, words, where,
-    owners,
+    table, unique_entry, start, stop, single_owner, devices, first, columns, words,
+    where, owners,
 ):  # fmt: skip
     """Finds where unique keys [start, stop) have their rows, and prefetches the slots.
 
@@ -54,7 +55,7 @@ def _approach(
             continue
         i = unique_entry[g]
         code = code_of(table[i, 1])
-        owner = owner_of(table[i, 0], single_owner, devices)
+        owner = owner_of(table[i, 0], single_owner, devices) - first
         owners[g] = owner
         where[g] = np.int64(code)
         if columns > 0:
@@ -64,8 +65,8 @@ def _approach(
 
 @numba.njit(nogil=True, cache=True)
 def survey(
-    table, unique_entry, unique, single_owner, devices, first_step, slots, words,
-    where, owners, needed,
+    table, unique_entry, unique, single_owner, devices, first, first_step, slots,
+    words, where, owners, needed,
 ):  # fmt: skip
     """Looks up where a batch's unique rows of one table are; changes nothing.
 
@@ -74,7 +75,7 @@ def survey(
       unique_entry: int32 [..]: entry of each unique key.
       unique: how many.
       single_owner: the one owner of the table's rows, or -1.
-      devices: number of owners.
+      devices, first: owners of all processes, and the first one of this.
       first_step: of the window being planned.
       slots: [owners, slots] of SLOT; no columns if nobody keeps track.
       words: int64 [owners * slots, 3], the same memory.
@@ -87,8 +88,8 @@ def survey(
     for start in range(0, unique, _BLOCK):
         stop = min(start + _BLOCK, unique)
         _approach(
-            table, unique_entry, start, stop, single_owner, devices, slots.shape[1],
-            words, where, owners,
+            table, unique_entry, start, stop, single_owner, devices, first,
+            slots.shape[1], words, where, owners,
         )  # fmt: skip
         for g in range(start, stop):
             if where[g] < 0:
@@ -104,7 +105,7 @@ def survey(
 
 @numba.njit(nogil=True, cache=True)
 def commit(
-    table, unique_entry, unique, single_owner, devices, number, step, first_step,
+    table, unique_entry, unique, single_owner, devices, first, number, step, first_step,
     max_uses, amounts, slots, words, pinned, where, owners, coming, count,
 ):  # fmt: skip
     """Takes a batch into the window.
@@ -130,8 +131,8 @@ def commit(
     for start in range(0, unique, _BLOCK):
         stop = min(start + _BLOCK, unique)
         _approach(
-            table, unique_entry, start, stop, single_owner, devices, slots.shape[1],
-            words, where, owners,
+            table, unique_entry, start, stop, single_owner, devices, first,
+            slots.shape[1], words, where, owners,
         )  # fmt: skip
         for g in range(start, stop):
             if where[g] < 0:
@@ -302,20 +303,24 @@ class Residents:
     """The slots of one slab on each of its owners.
 
     Args:
-      owners: how many.
+      span: the devices that own the slots.
       storage: of the rows; None for all on the devices.
       tracked: whether to know more of the rows than their number.
 
     Attributes:
+      owners: those of this process.
       capacity: slots per owner, None if the slab grows.
       next_slot: int32 [owners], the first slot never used.
       coming: rows of the window being planned that are not there yet.
       pinned: int64 [owners], rows of that window.
     """
 
-    def __init__(self, owners: int, storage: Storage | None, tracked: bool):
-        self.owners = owners
-        self.capacity = None if storage is None else -(-storage.device_rows // owners)
+    def __init__(self, span: DeviceSpan, storage: Storage | None, tracked: bool):
+        self.span = span
+        self.owners = owners = span.count
+        self.capacity = None
+        if storage is not None:
+            self.capacity = -(-storage.device_rows // span.total)
         self.next_slot = np.zeros(owners, np.int32)
         self.coming = Coming()
         self.pinned = np.zeros(owners, np.int64)

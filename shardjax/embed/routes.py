@@ -1,4 +1,8 @@
-"""A batch's index arrays: what owners send whom, and where each id finds its row."""
+"""A batch's index arrays: what owners send whom, and where each id finds its row.
+
+They have two halves. Owners say which rows they gather and which of those go to whom;
+requesters say where among what they get each of their ids finds its row.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,89 +19,134 @@ Size = Callable[[tuple, int, int], int]
 """`size(name, needed, smallest)`: a static size that is at least `needed`."""
 
 
-class Routes:
-    """Writes the arrays of one group of a batch.
+class OwnerRoutes:
+    """The owners' half of one group of a batch.
 
     Args:
       group: the group.
-      tables: of the batch, with slots.
-      inputs: features of the batch, by name.
-      raws: by feature, position of each id among its requester's unique keys.
-      devices, examples: requesters, and examples of each, padding included.
-      size: gives static sizes.
+      tables: of the batch, with slots; their owners are numbered from this process's first.
+      owners: devices of this process that own rows.
+      requesters: devices of all processes.
+      overlay: per table, int32 [n, 1 + words]: number of a unique key whose row is not on
+        its device, and the row's words. For evaluation.
+
+    Attributes:
+      send_count: int32 [requesters, owners], rows each owner sends each requester; zeros
+        for a replicated group.
     """
 
     def __init__(
         self,
         group: Group,
         tables: Sequence[TableDraft],
-        inputs: Mapping[str, Input],
-        raws: Mapping[str, np.ndarray],
-        devices: int,
-        examples: int,
-        size: Size,
+        owners: int,
+        requesters: int,
+        overlay: Sequence[np.ndarray] = (),
     ):
         self.group, self.tables = group, tables
-        self.inputs, self.raws = inputs, raws
-        self.devices, self.examples = devices, examples
-        self.size = size
+        self._owners, self._requesters = owners, requesters
+        self._overlay = overlay
+        lists = 1 if group.replicated else owners
+        self._own_count = np.zeros(lists, np.int32)
+        self._own_slots = np.empty((lists, sum(t.unique for t in tables)), np.int32)
+        for t in tables:
+            kernels.list_owned(
+                t.slots, t.owners, t.unique, self._own_count, self._own_slots,
+                t.own_position,
+            )  # fmt: skip
+        self._stored = np.zeros(owners, np.int64)
+        for t, part in zip(tables, overlay, strict=False):
+            self._stored += np.bincount(t.owners[part[:, 0]], minlength=owners)
+        self.send_count = np.zeros((requesters, owners), np.int32)
+        self._places: list[np.ndarray] = []
+        if not group.replicated and requesters > 1:
+            self._place()
+
+    def _place(self) -> None:
+        for t in self.tables:
+            for r in range(self._requesters):
+                place = np.empty(t.local_count[r], np.int32)
+                kernels.route(
+                    t.local_unique[r], t.local_count[r], t.owners, self.send_count[r],
+                    place,
+                )  # fmt: skip
+                self._places.append(place)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether rows have to travel."""
+        return not self.group.replicated and self._requesters > 1
+
+    def needs(self) -> dict[tuple, int]:
+        """The least static sizes, by the names that `write` asks for them."""
+        return {
+            ("rows",): int(self._own_count.max()),
+            ("stored",): int(self._stored.max()),
+            ("send",): int(self.send_count.max()),
+        }
 
     def write(
-        self,
-        features: Mapping[str, FeatureSpec],
-        arrays: dict[str, np.ndarray],
-        loads: np.ndarray,
-        overlay: Sequence[np.ndarray] = (),
-    ) -> GroupLayout:
-        """Adds the group's arrays to `arrays`; returns the static half.
+        self, arrays: dict[str, np.ndarray], size: Size
+    ) -> tuple[int, int, int, np.ndarray, np.ndarray]:
+        """Adds the arrays of the owners, [owners, ...], to `arrays`, by field name.
 
-        Args:
-          features: of the collection.
-          arrays: by field name, [devices, ...].
-          loads: float [devices], in and out: rows that each owner sends.
-          overlay: per table, int32 [n, 1 + words]: number of a unique key whose row is
-            not on its device, and the row's words. For evaluation.
+        Returns:
+          rows, stored, send of the layout; where each table's unique keys start in what
+          follows, int32 [tables, requesters]; and where requesters find the row of each of
+          their unique keys, int32 [requesters, ..].
         """
-        p, group = self.devices, self.group
-        owners = 1 if group.replicated else p
-        own_count = np.zeros(owners, np.int32)
-        own_slots = np.empty((owners, sum(t.unique for t in self.tables)), np.int32)
-        for t in self.tables:
-            kernels.list_owned(
-                t.slots, t.owners, t.unique, own_count, own_slots, t.own_position
-            )
-        rows = self.size(("rows",), int(own_count.max()), 64)
+        p, group = self._owners, self.group
+        lists = len(self._own_count)
+        rows = size(("rows",), int(self._own_count.max()), 64)
         slots = np.empty((p, rows), np.int32)
         slots[:] = np.iinfo(np.int32).max - np.arange(rows, dtype=np.int32)
         for o in range(p):
-            n = own_count[o % owners]
-            slots[o, :n] = own_slots[o % owners, :n]
+            n = self._own_count[o % lists]
+            slots[o, :n] = self._own_slots[o % lists, :n]
         arrays[f"{group.name}/slots"] = slots
-        stored = self._overlay(overlay, arrays)
-        exchange = not group.replicated and p > 1
-        send, base, where = self._routes(exchange, arrays, loads)
-        layout = self._layout(features, rows, send, stored)
-        self._scatter(layout, base, where, arrays)
-        return layout
+        stored = self._write_stored(arrays, size)
+        base, where = self._start()
+        if not self.exchanges:
+            for t, s in enumerate(self.tables):
+                for r in range(self._requesters):
+                    n, at = s.local_count[r], base[t, r]
+                    where[r, at : at + n] = s.own_position[s.local_unique[r]]
+            return rows, stored, 0, base, where
+        send = size(("send",), int(self.send_count.max()), 16)
+        merge = np.full((p, self._requesters, send), np.iinfo(np.int32).max, np.int32)
+        for t, s in enumerate(self.tables):
+            for r in range(self._requesters):
+                kernels.fill_routes(
+                    s.local_unique[r], s.local_count[r], s.owners, s.own_position,
+                    self._places[t * self._requesters + r], send, merge[:, r],
+                    where[r, base[t, r] :],
+                )  # fmt: skip
+        arrays[f"{group.name}/merge"] = merge
+        return rows, stored, send, base, where
 
-    def _overlay(self, overlay, arrays) -> int:
+    def _start(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where each table's unique keys start, and room for all of them."""
+        counts = [t.local_count for t in self.tables]
+        base = np.zeros((len(counts), self._requesters), np.int32)
+        base[1:] = np.cumsum(counts, 0)[:-1]
+        total = int((base[-1] + counts[-1]).max())
+        return base, np.empty((self._requesters, max(total, 1)), np.int32)
+
+    def _write_stored(self, arrays, size: Size) -> int:
         """Rows that are not on their devices, for the step to put over what it gathers."""
-        count = np.zeros(self.devices, np.int64)
-        for t, part in zip(self.tables, overlay, strict=False):
-            count += np.bincount(t.owners[part[:, 0]], minlength=self.devices)
-        words = max((part.shape[1] - 1 for part in overlay), default=0)
-        if not overlay:
+        words = max((part.shape[1] - 1 for part in self._overlay), default=0)
+        if not self._overlay:
             return 0
-        n = self.size(("stored",), int(count.max()), 0)
+        n = size(("stored",), int(self._stored.max()), 0)
         if not n:
             return 0
-        at = np.full((self.devices, n), np.iinfo(np.int32).max, np.int32)
+        at = np.full((self._owners, n), np.iinfo(np.int32).max, np.int32)
         at -= np.arange(n, dtype=np.int32)
-        records = np.zeros((self.devices, n, words), np.int32)
-        used = np.zeros(self.devices, np.int64)
-        for t, part in zip(self.tables, overlay, strict=True):
+        records = np.zeros((self._owners, n, words), np.int32)
+        used = np.zeros(self._owners, np.int64)
+        for t, part in zip(self.tables, self._overlay, strict=True):
             owners = t.owners[part[:, 0]]
-            for o in range(self.devices):
+            for o in range(self._owners):
                 own = part[owners == o]
                 end = used[o] + len(own)
                 at[o, used[o] : end] = t.own_position[own[:, 0]]
@@ -107,87 +156,110 @@ class Routes:
         arrays[f"{self.group.name}/stored"] = records
         return n
 
-    def _routes(self, exchange, arrays, loads):
-        """What owners send whom, and where requesters find their rows."""
-        group, states, p = self.group, self.tables, self.devices
-        base = np.zeros((len(states), p), np.int32)
-        base[1:] = np.cumsum([s.local_count for s in states], 0)[:-1]
-        total = int((base[-1] + states[-1].local_count).max())
-        where = np.empty((p, max(total, 1)), np.int32)
-        if not exchange:
-            for t, s in enumerate(states):
-                for r in range(p):
-                    n, at = s.local_count[r], base[t, r]
-                    where[r, at : at + n] = s.own_position[s.local_unique[r]]
-            return 0, base, where
-        send_count = np.zeros((p, p), np.int32)  # requester, owner
-        places = []
-        for s in states:
-            for r in range(p):
-                place = np.empty(s.local_count[r], np.int32)
-                kernels.route(
-                    s.local_unique[r], s.local_count[r], s.owners, send_count[r], place
-                )
-                places.append(place)
-        loads += send_count.sum(0)
-        send = self.size(("send",), int(send_count.max()), 16)
-        merge = np.full((p, p, send), np.iinfo(np.int32).max, np.int32)
-        for t, s in enumerate(states):
-            for r in range(p):
-                kernels.fill_routes(
-                    s.local_unique[r], s.local_count[r], s.owners, s.own_position,
-                    places[t * p + r], send, merge[:, r], where[r, base[t, r] :],
-                )  # fmt: skip
-        arrays[f"{group.name}/merge"] = merge
-        return send, base, where
 
-    def _layout(self, features, rows, send, stored) -> GroupLayout:
-        group, inputs = self.group, self.inputs
-        fixed, pooled, sequences = [], [], []
-        values = np.zeros(self.devices, np.int64)
-        weighted = False
+class RequesterRoutes:
+    """The requesters' half of one group of a batch.
+
+    Args:
+      group: the group.
+      features: of the collection.
+      inputs: features of the batch, by name.
+      raws: by feature, position of each id among its requester's unique keys.
+      requesters, examples: of this process, and examples of each, padding included.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        features: Mapping[str, FeatureSpec],
+        inputs: Mapping[str, Input],
+        raws: Mapping[str, np.ndarray],
+        requesters: int,
+        examples: int,
+    ):
+        self.group = group
+        self.inputs, self.raws = inputs, raws
+        self.requesters, self.examples = requesters, examples
+        self._fixed: list[str] = []
+        self._pooled: list[tuple[str, str]] = []
+        self._sequences: list[tuple[str, FeatureSpec]] = []
+        self._values = np.zeros(requesters, np.int64)
+        self._weighted = False
         for name, spec in features.items():
             if not any(name in t.features for t in group.tables):
                 continue
             x = inputs[name]
             if spec.combiner == "none":
-                length = spec.max_length or self.size((name, "length"), x.longest, 1)
-                sequences.append(SequenceLayout(name, length))
+                self._sequences.append((name, spec))
             elif x.lengths is None:
-                fixed.append(name)
+                self._fixed.append(name)
             else:
-                pooled.append((name, spec.combiner))
-                values += np.diff(x.bounds)
-                weighted = weighted or x.weights is not None
-        key = ("weighted", tuple(pooled))
-        weighted = bool(self.size(key, int(weighted), 0)) if pooled else False
-        size = self.size(("values",), int(values.max()), 64) if pooled else 0
+                self._pooled.append((name, spec.combiner))
+                self._values += np.diff(x.bounds)
+                self._weighted = self._weighted or x.weights is not None
+
+    def needs(self) -> dict[tuple, int]:
+        """The least static sizes, by the names that `layout` asks for them."""
+        return {
+            ("values",): int(self._values.max()),
+            self._weights_name: int(self._weighted),
+        } | {
+            (name, "length"): self.inputs[name].longest
+            for name, spec in self._sequences
+            if not spec.max_length
+        }
+
+    @property
+    def _weights_name(self) -> tuple:
+        return "weighted", tuple(self._pooled)
+
+    def layout(self, rows: int, stored: int, send: int, size: Size) -> GroupLayout:
+        """The static half of the plan, of these sizes of the owners' half."""
+        sequences = [
+            SequenceLayout(
+                name,
+                spec.max_length or size((name, "length"), self.inputs[name].longest, 1),
+            )
+            for name, spec in self._sequences
+        ]
+        weighted, values = False, 0
+        if self._pooled:
+            weighted = bool(size(self._weights_name, int(self._weighted), 0))
+            values = size(("values",), int(self._values.max()), 64)
         return GroupLayout(
-            group.name, group.replicated, rows, send, tuple(fixed), tuple(pooled),
-            size, weighted, tuple(sequences), stored,
+            self.group.name, self.group.replicated, rows, send, tuple(self._fixed),
+            tuple(self._pooled), values, weighted, tuple(sequences), stored,
         )  # fmt: skip
 
-    def _scatter(self, layout, base, where, arrays) -> None:
-        """Writes the requesters' index arrays."""
-        p, name, examples = self.devices, layout.name, self.examples
+    def write(
+        self,
+        layout: GroupLayout,
+        missing: int,
+        base: np.ndarray,
+        where: np.ndarray,
+        arrays: dict[str, np.ndarray],
+    ) -> None:
+        """Adds the arrays of the requesters, [requesters, ...], to `arrays`.
+
+        Args:
+          layout: of `layout`.
+          missing: the position that reads zeros.
+          base, where: of `OwnerRoutes.write`, of these requesters.
+          arrays: by field name.
+        """
+        p, name, examples = self.requesters, layout.name, self.examples
         inputs, raws = self.inputs, self.raws
-        missing = layout.received(p)
-        table_of = {f: t for t, s in enumerate(self.tables) for f in s.table.features}
+        table_of = {
+            f: t for t, table in enumerate(self.group.tables) for f in table.features
+        }
         if layout.fixed:
             columns = len(layout.fixed)
             out = np.empty((p, examples * columns), np.int32)
             for c, f in enumerate(layout.fixed):
-                x = inputs[f]
                 kernels.scatter_column(
-                    raws[f],
-                    x.bounds,
-                    base[table_of[f]],
-                    where,
-                    missing,
-                    c,
-                    columns,
-                    out,
-                )
+                    raws[f], inputs[f].bounds, base[table_of[f]], where, missing, c,
+                    columns, out,
+                )  # fmt: skip
             for r in range(p):
                 used = int(np.diff(inputs[layout.fixed[0]].bounds)[r])
                 out[r, used * columns :] = missing

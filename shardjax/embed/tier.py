@@ -36,6 +36,7 @@ from shardjax.embed.outline import (
 )
 from shardjax.embed.residents import Residents
 from shardjax.embed.segments import Found
+from shardjax.embed.span import DeviceSpan
 from shardjax.embed.translate import owners_of
 
 
@@ -77,6 +78,7 @@ class Tier:
     """The rows of one group: on the devices, on their way, in RAM and on disk.
 
     Attributes:
+      span: the devices that own the rows, of which `owners` are this process's.
       residents: what is on the devices, as planned.
       host: what is in RAM; None if all rows are on the devices.
       disk: what is on disk, if anything may be.
@@ -89,7 +91,7 @@ class Tier:
         number: int,
         group: Group,
         indexes: Sequence[Index],
-        owners: int,
+        span: DeviceSpan,
         seed: np.uint64,
         budget: DiskBudget | None,
         threads: int = 1,
@@ -97,11 +99,12 @@ class Tier:
         self.number = number
         self.group = group
         self.indexes = indexes
-        self.owners = owners
+        self.span = span
+        self.owners = span.count
         self.seed = seed
         storage = group.storage
         tracked = storage is not None or any(t.spec.evictions for t in group.tables)
-        self.residents = Residents(owners, storage, tracked)
+        self.residents = Residents(span, storage, tracked)
         self.host = None if storage is None else HostRows(record_words(group))
         self.disk: DiskRows | None = None
         if budget is not None and self.host is not None:
@@ -112,7 +115,7 @@ class Tier:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "tier") if threads > 1 else None
         self.departures = Departures(
-            owners,
+            span,
             group.tables,
             indexes,
             self.residents,
@@ -255,7 +258,7 @@ class Tier:
         """
         owners = np.empty(len(keys), np.int32)
         for t, at in by_table(tables, len(self.indexes)):
-            owners[at] = owners_of(keys[at], self.group.tables[t].owner, self.owners)
+            owners[at] = owners_of(keys[at], self.group.tables[t].owner, self.span)
         slots = self.residents.adopt(owners, keys, tables, last_steps, tallies)
         where = slots.astype(np.int64)
         rest = np.flatnonzero(slots < 0)

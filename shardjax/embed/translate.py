@@ -21,6 +21,7 @@ from shardjax.embed.index import (
     prefetch,
     word_of,
 )
+from shardjax.embed.span import DeviceSpan
 
 # places of the counters that translate keeps, int64 [N_COUNTERS]
 COUNT = 0  # keys in the table's index
@@ -167,20 +168,22 @@ def owner_of(salted_key, single_owner, devices):
 
 
 @numba.njit(nogil=True, cache=True)
-def _find_owners(salted_keys, single_owner, devices, owners):
+def _find_owners(salted_keys, single_owner, devices, first, owners):
     for i in range(salted_keys.shape[0]):
-        owners[i] = owner_of(salted_keys[i], single_owner, devices)
+        owners[i] = owner_of(salted_keys[i], single_owner, devices) - first
 
 
-def owners_of(salted_keys: np.ndarray, single_owner: int, devices: int) -> np.ndarray:
+def owners_of(
+    salted_keys: np.ndarray, single_owner: int, span: DeviceSpan
+) -> np.ndarray:
     """The owner of each of some keys, uint64 [n], of a table: int32 [n].
 
     Args:
       single_owner: of the table, or -1.
-      devices: that own rows.
+      span: the devices that own rows; owners are numbered from its first one.
     """
     owners = np.empty(len(salted_keys), np.int32)
-    _find_owners(salted_keys, single_owner, devices, owners)
+    _find_owners(salted_keys, single_owner, span.total, span.first, owners)
     return owners
 
 

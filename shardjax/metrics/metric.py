@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from shardjax.sharded import fetch
+
 _STATIC = "static"
 _PLAIN_TYPES = (str, int, float, bool)
 
@@ -191,7 +193,7 @@ def merge_stacked(metric: M) -> M:
       >>> merge_stacked(each).compute()
       6.0
     """
-    leaves, structure = jax.tree.flatten(jax.device_get(metric))
+    leaves, structure = jax.tree.flatten(fetch(metric))
     sizes = {x.shape[0] if np.ndim(x) else None for x in leaves}
     if len(sizes) != 1 or not (count := sizes.pop()):
         raise ValueError(

@@ -16,6 +16,7 @@ from shardjax.embed import (
     uniform,
     zeros,
 )
+from shardjax.embed.span import DeviceSpan
 from shardjax.embed.translate import owners_of
 from shardjax.mesh import make_mesh
 from shardjax.network import Network
@@ -246,7 +247,7 @@ def test_owners_are_ranges_of_buckets():
     keys = wide_keys(2000)
     owners = {}
     for devices in (1, 3, 4, 8):
-        owners[devices] = owners_of(keys, -1, devices)
+        owners[devices] = owners_of(keys, -1, DeviceSpan.whole(devices))
         counts = np.bincount(owners[devices], minlength=devices)
         assert counts.min() > 0.8 * len(keys) / devices
     np.testing.assert_array_equal(owners[8] // 2, owners[4])
@@ -512,7 +513,7 @@ def test_full_arrays_have_no_zeros_to_spare(mesh_shape):
     collection = EmbeddingCollection(features, mesh=make_mesh(mesh_shape))
     salt = collection.planner.tables[0][0].table.salt
     keys = wide_keys(400)
-    owners = owners_of(keys + salt, -1, 2)
+    owners = owners_of(keys + salt, -1, DeviceSpan.whole(2))
     if mesh_shape == "1x1":
         keys = keys[:64]
     else:  # one requester asks each of two owners for 16
