@@ -12,7 +12,7 @@ devices hold is a separate pytree, `EmbeddingState`, that goes in and out of fun
 
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from shardjax.embed.draft import TableState
 from shardjax.embed.exchange import embed_group, gather_rows, scatter_rows
 from shardjax.embed.groups import Group, plan_groups
 from shardjax.embed.jagged import Jagged, as_keys
-from shardjax.embed.joint import JointBatch, JointPlanner
+from shardjax.embed.joint import JointBatch, JointPlanner, together
 from shardjax.embed.key_exchange import KeyExchange
 from shardjax.embed.layout import Layout
 from shardjax.embed.mover import Mover
@@ -238,7 +238,7 @@ class EmbeddingCollection:
         return self._plan_jointly(batches, train=True)
 
     def _plan_jointly(
-        self, batches: Sequence[WindowBatch], *, train: bool
+        self, batches: Sequence[WindowBatch], *, train: bool, admit: bool = False
     ) -> Iterator[Plan]:
         """Plans a window with the other processes, at once."""
         joint = self._joint
@@ -254,7 +254,7 @@ class EmbeddingCollection:
         for features, size, *clicks in batches:
             examples = joint.common_examples(size, agree, train)
             parts.append(JointBatch(features, size, examples, *clicks))
-        ask = joint.ask(parts, agree, train=train)
+        ask = joint.ask(parts, agree, train=train, admit=admit)
         self._exchange.send(ask)
         yield from joint.answer(ask, agree)
         if ask.error is not None:
@@ -479,7 +479,7 @@ class EmbeddingCollection:
                 f"keys of rows to load into table {table!r} must be unique"
             )
         with self.planner.loading():
-            self._check_loadable(g, entry, keys)
+            self._together(lambda: self._check_loadable(g, entry, keys))
             # few enough to lie on one device
             chunk = min(self.planner.tiers[g].residents.capacity or 65536, 65536)
             for start in range(0, len(keys), chunk):
@@ -496,30 +496,51 @@ class EmbeddingCollection:
         values: np.ndarray,
     ) -> EmbeddingState:
         """Writes rows that lie on the devices together."""
-        group = self.groups[g]
         nothing = Jagged(np.zeros(0, np.uint64), np.zeros(len(keys), np.int32))
         batch: dict[str, Any] = dict.fromkeys(self.features, nothing)
-        batch[entry.table.features[0]] = Jagged(keys, np.ones(len(keys), np.int32))
+        batch[self._reader(entry)] = Jagged(keys, np.ones(len(keys), np.int32))
         clicks = np.ones(len(keys))
-        plan = self.planner.plan(batch, len(keys), clicks, train=True, admit=True)
+        if self._joint is None:
+            plan = self.planner.plan(batch, len(keys), clicks, train=True, admit=True)
+        else:  # the first process asks for all
+            size = 0 if self.span.first else len(keys)
+            part = (batch, size, clicks)
+            if self.span.first:
+                nobody = Jagged(np.zeros(0, np.uint64), np.zeros(0, np.int32))
+                part = (dict.fromkeys(self.features, nobody), 0, clicks[:0])
+            [plan] = self._plan_jointly([part], train=True, admit=True)
         self.planner.forget_sizes()
         state = self.apply_fills(state, plan)
         salted = keys + entry.table.salt
         owners = self._owners(g, entry.table.owner, salted)
-        slots, _, _ = self.planner.find(g, entry, salted, owners)
-        at = owners.astype(np.int64) * self.slots(state, g) + slots
-        at[slots < 0] = np.iinfo(np.int32).max
-        rows = jnp.asarray(values, group.dtype)
+        own = self._is_own(g, owners)
+        slots, _, _ = self.planner.find(g, entry, salted[own], owners[own])
+        at = np.full(len(keys), np.iinfo(np.int32).max, np.int64)
+        at[own] = owners[own].astype(np.int64) * self.slots(state, g) + slots
+        at[own.nonzero()[0][slots < 0]] = np.iinfo(np.int32).max
         slabs = list(state)
-        sharding = jax.NamedSharding(self.mesh, self.spec(group))
-        written = _set_rows(slabs[g].rows, at.astype(np.int32), rows, sharding)
-        slabs[g] = SlabState(written, slabs[g].row_state, slabs[g].shared)
+        slabs[g] = self._mover.write(g, slabs[g], at.astype(np.int32), values)
         return tuple(slabs)
+
+    def _is_own(self, g: int, owners: np.ndarray) -> np.ndarray:
+        """Which of some owners are devices of this process, bool [n]."""
+        return (owners >= 0) & (owners < self.planner.tiers[g].owners)
+
+    def _together(self, call: Callable[[], Any]) -> list[Any]:
+        """What a call gives in all processes; it fails in all if in one."""
+        if self._joint is None:
+            return [call()]
+        return together(self._direct.exchange, call)
+
+    def _reader(self, entry: TableState) -> str:
+        """The first feature that reads a table."""
+        name = entry.table.spec.name
+        return next(f for f, x in self.features.items() if x.table.name == name)
 
     def _check_loadable(self, g: int, entry: TableState, keys: np.ndarray) -> None:
         """Raises for keys that could not get a row."""
         spec = entry.table.spec
-        reader = self.features[entry.table.features[0]]
+        reader = self.features[self._reader(entry)]
         if spec.vocabulary is not None and (keys >= np.uint64(spec.vocabulary)).any():
             raise PlanError(
                 f"keys to load must be in the vocabulary [0, {spec.vocabulary}) of table"
@@ -529,10 +550,12 @@ class EmbeddingCollection:
         if padding is not None and (keys == np.uint64(padding % 2**64)).any():
             raise PlanError(
                 f"key {padding} cannot be loaded into table {spec.name!r}: it is the"
-                f" `padding_id` of feature {entry.table.features[0]!r} and has no row"
+                f" `padding_id` of feature {self._reader(entry)!r} and has no row"
             )
         salted = keys + entry.table.salt
         owners = self._owners(g, entry.table.owner, salted)
+        own = self._is_own(g, owners)
+        salted, owners = salted[own], owners[own]
         slots, elsewhere, _ = self.planner.find(g, entry, salted, owners)
         slots[elsewhere] = 0
         new = int((slots < 0).sum())
@@ -548,8 +571,9 @@ class EmbeddingCollection:
     ) -> Iterator[TableRows]:
         """All rows of a table with all that is known of them, a part at a time.
 
-        They come in no particular order. In memory are the keys, 8 bytes each, and one
-        part.
+        Where there are several processes, each gives the rows of its own devices, and the
+        first one those of replicated tables. They come in no particular order. In memory
+        are the keys, 8 bytes each, and one part.
 
         Args:
           state: of the devices; no training while the iterator is used.
@@ -585,11 +609,13 @@ class EmbeddingCollection:
         name = entry.table.spec.name
         names = self.facts(name)
         salted = self.planner.keys(g, entry)
+        if self.groups[g].replicated and self.span.first:
+            salted = salted[:0]
         salted = salted[np.argsort(hashes_of(salted))]  # as they lie on disk
         for start in range(0, len(salted), chunk):
             part = salted[start : start + chunk]
             keys = part - entry.table.salt
-            read: Any = self.lookup_rows(state, name, keys)
+            read: Any = self._lookup_own(state, g, entry, part)
             facts: dict[str, np.ndarray] = {}
             if names:
                 owners = self._owners(g, entry.table.owner, part)
@@ -614,7 +640,7 @@ class EmbeddingCollection:
         return facts_of(entry.table.spec, tracked)
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """How many rows are where, as planned, by slab.
+        """How many rows are where, as planned, by slab; of this process's devices.
 
         Returns:
           By the slab's name: `tables`; `rows`, of them `coming_rows`, the new ones of plans
@@ -646,7 +672,15 @@ class EmbeddingCollection:
           >>> collection.shrink()
           {'item': 3}
         """
-        return self.planner.shrink()
+        counts = self._together(self.planner.shrink)
+        every = {name for own in counts for name in own}
+        copied = {t.spec.name for g in self.groups if g.replicated for t in g.tables}
+        return {
+            name: max(x.get(name, 0) for x in counts)
+            if name in copied
+            else sum(x.get(name, 0) for x in counts)
+            for name in sorted(every, key=list(counts[0]).index)
+        }
 
     def close(self) -> None:
         """Removes the files of the disk tier, and with them the rows in them.
@@ -659,7 +693,8 @@ class EmbeddingCollection:
     def keys(self, table: str) -> np.ndarray:
         """The keys that have a row in a table, uint64 [n], in no particular order.
 
-        Keys of plans that have not been applied have none yet.
+        Of several processes, each gives those of its own devices. Keys of plans that have
+        not been applied have none yet.
         """
         g, entry = self._table(table)
         return self.planner.keys(g, entry) - entry.table.salt
@@ -668,6 +703,9 @@ class EmbeddingCollection:
         self, state: EmbeddingState, table: str, keys: np.ndarray
     ) -> dict[str, np.ndarray | list[np.ndarray]]:
         """The rows of some keys, wherever they are, copied to the host.
+
+        Where there are several processes, all of them ask for the same keys, at the same
+        place of their programs.
 
         Args:
           state: of the devices.
@@ -685,13 +723,31 @@ class EmbeddingCollection:
         self._check_state(state)
         g, entry = self._table(table)
         salted = as_keys(keys, table) + entry.table.salt
+        if self._joint is None:
+            return self._lookup_own(state, g, entry, salted)
+        own = self._is_own(g, self._owners(g, entry.table.owner, salted))
+        if self.groups[g].replicated and self.span.first:
+            own[:] = False
+        read = self._lookup_own(state, g, entry, salted[own])
+
+        def spread(x):
+            out = np.zeros((len(salted), *x.shape[1:]), x.dtype)
+            out[own] = x
+            return out
+
+        return self._exchange.add(jax.tree.map(spread, read))
+
+    def _lookup_own(
+        self, state: EmbeddingState, g: int, entry: TableState, salted: np.ndarray
+    ) -> dict[str, np.ndarray | list[np.ndarray]]:
+        """The rows of some keys of this process."""
         owners = self._owners(g, entry.table.owner, salted)
         where, elsewhere, records = self.planner.find(g, entry, salted, owners)
         found = where >= 0
         at = owners.astype(np.int64) * self.slots(state, g) + where
         slots = np.where(found, at, np.iinfo(np.int32).max).astype(np.int32)
         found[elsewhere] = True
-        slab = state[g]
+        slab = self._mover.own(g, state[g])
         stored: list[Any] = [None] * (1 + len(slab.row_state))
         if len(elsewhere):
             stored = list(unpack_records(self.groups[g], jnp.asarray(records)))
@@ -732,9 +788,3 @@ class EmbeddingCollection:
                     return g, state
         known = [s.table.spec.name for tables in self.planner.tables for s in tables]
         raise KeyError(f"no table is named {name!r}; the tables are {known}")
-
-
-@partial(jax.jit, static_argnames="sharding", donate_argnames="rows")
-def _set_rows(rows, at, values, sharding):
-    written = rows.at[at].set(values, mode="drop", unique_indices=False)
-    return jax.lax.with_sharding_constraint(written, sharding)

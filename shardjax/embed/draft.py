@@ -29,7 +29,7 @@ class TableDraft:
       entries: int32 [unique], of the index; good until it changes.
       where: int64 [unique], what the index says of each, once it has been asked; -1 for a
         key that stays without a row.
-      owners: int32 [unique], likewise.
+      owners: int32 [unique], likewise; of a key without a row it may be any.
       slots: int32 [unique], once they are settled.
       local_count: int32 [requesters], unique keys of each.
       local_unique: per requester, int32 [..], which those are.
@@ -52,7 +52,7 @@ class TableDraft:
 
     def __post_init__(self):
         self.where = np.zeros(self.unique, np.int64)
-        self.owners = np.empty(self.unique, np.int32)
+        self.owners = np.zeros(self.unique, np.int32)
         self.slots = np.empty(self.unique, np.int32)
         self.own_position = np.empty(self.unique, np.int32)
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from shardjax.embed import translate as kernels
-from shardjax.embed.draft import Draft, TableState
+from shardjax.embed.draft import Draft, TableDraft, TableState
 from shardjax.embed.groups import Group
 from shardjax.embed.inputs import AskedKeys, normalize
 from shardjax.embed.jagged import Jagged
@@ -14,6 +14,7 @@ from shardjax.embed.moves import record_words
 from shardjax.embed.residents import commit
 from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.tier import Tier
+from shardjax.embed.translate import owners_of
 
 COUNTERS = (
     "ids", "unique_ids", "inserted", "unseen", "rejected", "bad_ids", "padding_ids",
@@ -136,6 +137,7 @@ class Drafter:
         problems = [p for _, more in results for p in more]
         raws = {name: raw for found, _ in results for name, raw in found.items()}
         tables = [[s.draft() for s in states] for states in self.tables]
+        self._find_owners(tables, asked)
         draft = Draft(examples, inputs, raws, tables, counters, clicks=clicks)
         full = []
         try:
@@ -169,6 +171,16 @@ class Drafter:
             counters["padding_ids"] += int(state.counters[kernels.PADDING])
             counters["unique_ids"] += int(state.local_count.sum())
         return draft
+
+    def _find_owners(self, tables: list[list[TableDraft]], always: bool) -> None:
+        """Writes who owns the keys that may stay without a row: they have a place in what
+        owners send nevertheless."""
+        for tier, states, drafts in zip(self.tiers, self.tables, tables, strict=True):
+            for state, table in zip(states, drafts, strict=True):
+                full = state.table.spec.capacity is not None
+                if always or full or not state.gate.is_open:
+                    salted = state.index.table[table.entries, 0]
+                    table.owners = owners_of(salted, state.table.owner, tier.span)
 
     def _refuse(self, draft: Draft, step: int, admit: bool) -> int:
         """Takes the keys out of a draft that get no row yet, unless all are admitted;

@@ -71,7 +71,7 @@ class Ask:
     """A window between its three parts.
 
     Attributes:
-      train: whether it is to be trained on.
+      train, admit: as of `JointPlanner.ask`.
       requests: its batches, of this process.
       blocks: per batch and group, where its keys are in the messages.
       needs: per batch, the static sizes of the requesters that all have agreed on.
@@ -82,6 +82,7 @@ class Ask:
     """
 
     train: bool
+    admit: bool
     requests: list[Request]
     blocks: list[list[Block]]
     needs: list[dict[tuple, int]]
@@ -165,6 +166,7 @@ class JointPlanner:
         agree: Agree,
         *,
         train: bool,
+        admit: bool = False,
     ) -> Ask:
         """Looks up the keys of this process's part of a window.
 
@@ -172,6 +174,7 @@ class JointPlanner:
           batches: as many as in the other processes.
           agree: with the other processes.
           train: whether they are to be trained on.
+          admit: as of `Planner.plan`.
 
         Raises:
           PlanError: if the processes have different numbers of batches or examples.
@@ -228,7 +231,7 @@ class JointPlanner:
         needs = [
             _largest([_unlisted(x["needs"][n]) for x in found]) for n in range(common)
         ]
-        return Ask(train, requests, blocks, needs, messages, error, began)
+        return Ask(train, admit, requests, blocks, needs, messages, error, began)
 
     def answer(self, ask: Ask, agree: Agree) -> list[Plan]:
         """Plans a window whose messages have been sent.
@@ -254,7 +257,7 @@ class JointPlanner:
             while batches and error is None:
                 try:
                     if ask.train:
-                        more, error = core.settle_window(batches)
+                        more, error = core.settle_window(batches, admit=ask.admit)
                         settled += more
                     else:
                         features, requesters, *_ = batches.popleft()
@@ -388,6 +391,35 @@ class JointPlanner:
             counters,
             slots_needed=tuple(slots),
         )
+
+
+def together(agree: Agree, call: Callable[[], Any]) -> list[Any]:
+    """Calls something in all processes; if it fails in one, it fails in all.
+
+    Args:
+      agree: with the other processes.
+      call: gives something that JSON can hold.
+
+    Returns:
+      What it gives in each process.
+
+    Raises:
+      Exception: of this process's call.
+      RuntimeError: if the call failed in another process.
+    """
+    value, error = None, None
+    try:
+        value = call()
+    except Exception as problem:  # whatever it is, the others must not wait
+        error = problem
+    own = {"value": value, "error": None if error is None else _text(error)}
+    found = _agree(agree, own)
+    if error is not None:
+        raise error
+    for process, other in enumerate(found):
+        if other["error"] is not None:
+            raise RuntimeError(f"process {process} failed: {other['error']}")
+    return [other["value"] for other in found]
 
 
 def _owned(group: Group, processes: int) -> Group:

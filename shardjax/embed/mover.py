@@ -65,6 +65,17 @@ class Mover:
             return slab
         return self._view(g, slab, self._mesh, self._span.total)
 
+    def write(
+        self, g: int, slab: SlabState, slots: np.ndarray, rows: np.ndarray
+    ) -> SlabState:
+        """A group's slab, donated, with rows at some slots of this process's devices:
+        int32 [n], numbered through; past all of them for rows that are not to be written."""
+        own = self.own(g, slab)
+        _, sharding = self._options(self._groups[g])
+        values = jnp.asarray(rows, own.rows.dtype)
+        written = _set_rows(own.rows, slots, values, sharding)
+        return self.whole(g, SlabState(written, own.row_state, own.shared))
+
     def copy(self, g: int, slab: SlabState) -> SlabState:
         """A group's slab in memory of its own."""
         return self.whole(g, jax.tree.map(jnp.copy, self.own(g, slab)))
@@ -235,6 +246,12 @@ class Mover:
             initializer=fill.initializer,
             **options,
         )
+
+
+@partial(jax.jit, static_argnames="sharding", donate_argnames="rows")
+def _set_rows(rows, at, values, sharding):
+    written = rows.at[at].set(values, mode="drop", unique_indices=False)
+    return jax.lax.with_sharding_constraint(written, sharding)
 
 
 def _slots_over(group: Group, mesh: jax.sharding.Mesh) -> jax.P:

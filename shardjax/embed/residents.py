@@ -45,12 +45,11 @@ def _approach(
 
     Args:
       columns: slots per owner that somebody keeps track of.
-      words, where, owners: of `survey`; -1 in `where` stays.
+      words, where, owners: of `survey`; where `where` is -1, both stay.
     """
     for g in range(start, stop):
         prefetch(table, np.uint64(unique_entry[g]))  # pyright: ignore[reportCallIssue]
     for g in range(start, stop):
-        owners[g] = 0
         if where[g] < 0:
             continue
         i = unique_entry[g]
