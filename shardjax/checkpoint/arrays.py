@@ -80,7 +80,7 @@ class ArrayWriter:
         """
         self.wait()
         path = Path(path).absolute()
-        if path.exists():
+        if jax.process_index() == 0 and path.exists():
             raise FileExistsError(
                 f"arrays are written into a new folder, but there is something at {path}."
                 " Give another path, or remove it"

@@ -6,6 +6,7 @@ on, and what has been met, or has left since, is passed over.
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -43,6 +44,14 @@ def base_of(manifest: Manifest) -> int | None:
     return None if rows is None else rows["base"]
 
 
+def parts_of(manifest: Manifest) -> list[tuple[Path, dict[str, Any]]]:
+    """Where the rows are that each process wrote, and how many of what."""
+    rows, path = manifest.details["rows"], manifest.path / "tables"
+    if "parts" not in rows:  # of one process
+        return [(path, {**rows, "counts": manifest.details["counts"]})]
+    return [(path / part["folder"], part) for part in rows["parts"]]
+
+
 def read_chain(chain: Sequence[Manifest]) -> Iterator[tuple[int, np.ndarray]]:
     """The number of a group and table records, int32 [n, 5 + words], of all rows, once
     each, a part at a time.
@@ -59,14 +68,14 @@ def read_chain(chain: Sequence[Manifest]) -> Iterator[tuple[int, np.ndarray]]:
     given = [0] * len(groups)
     met: dict[tuple[int, int], Index] = {}
     for manifest in chain:
-        path, rows = manifest.path / "tables", manifest.details["rows"]
-        is_last = rows["base"] is None
-        for number, records in read_records(path, groups, rows["written"]):
-            new = _pass_over(met, number, records, note=not is_last)
-            given[number] += len(new)
-            yield number, new
-        if not is_last:
-            for number, keys in read_removed(path, groups, rows["removed"]):
+        is_last = base_of(manifest) is None
+        for path, part in parts_of(manifest):
+            for number, records in read_records(path, groups, part["written"]):
+                new = _pass_over(met, number, records, note=not is_last)
+                given[number] += len(new)
+                yield number, new
+        for path, part in parts_of(manifest) if not is_last else ():
+            for number, keys in read_removed(path, groups, part["removed"]):
                 _pass_over(met, number, keys, note=True)
     counts = [group["rows"] for group in groups]
     if given != counts:

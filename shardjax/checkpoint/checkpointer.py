@@ -19,12 +19,19 @@ from statistics import median
 from typing import Any, Literal, Protocol
 
 from shardjax.checkpoint.arrays import ArrayWriter, describe, restore
-from shardjax.checkpoint.chain import Cycle, Increments, chain_of, read_chain
+from shardjax.checkpoint.chain import (
+    Cycle,
+    Increments,
+    chain_of,
+    parts_of,
+    read_chain,
+)
 from shardjax.checkpoint.content import arrays_of, metrics_of, shared_of, target_of
 from shardjax.checkpoint.interval import SavePolicy
+from shardjax.checkpoint.jointly import Peers, joined
 from shardjax.checkpoint.manifest import Manifest, check_details
 from shardjax.checkpoint.reading import as_step
-from shardjax.checkpoint.rows import RowWriter, read_counts
+from shardjax.checkpoint.rows import RowWriter, read_all_counts
 from shardjax.checkpoint.steps import StepFolder
 from shardjax.embed import EmbeddingCollection
 from shardjax.export.rows import versions
@@ -122,7 +129,10 @@ class Checkpointer:
         self._policy = SavePolicy(
             interval, max_overhead=max_overhead, mtbf=mtbf, ahead=ahead
         )
-        self._folder = StepFolder(directory, write=True)
+        self._peers = Peers()
+        self._folder = self._peers.first_opens(
+            lambda first: StepFolder(directory, write=first)
+        )
         self._increments = Increments(full_every, collection)
         self._cycle = Cycle(full_every)
         self._arrays = ArrayWriter()
@@ -135,6 +145,7 @@ class Checkpointer:
         self._stepped_at: float | None = None
         self._recent: list[float] = []  # seconds of steps without a save
         self._stop = threading.Event()  # somebody wants the run to end
+        self._catches = False  # whether anybody can say so
 
     @property
     def path(self) -> Path:
@@ -189,8 +200,15 @@ class Checkpointer:
         extra = {} if extra is None else extra
         check_details(step, extra)
         step = as_step(step)
-        self._make_room(step)
-        folder = self._folder.begin(step)
+
+        def begin() -> list[Any]:
+            if not self._peers.is_first:
+                return []
+            self._make_room(step)
+            return [str(self._folder.begin(step)), self._folder.steps()]
+
+        path, steps = self._peers.together(begin)[0]
+        folder = Path(path)
         save = _Save(step, folder, started, self._at)
         self._at, self._back = step, None
         try:
@@ -203,7 +221,7 @@ class Checkpointer:
                 "rows": None,
             }
             if self._collection is not None:
-                base = self._increments.base(self._folder.steps())
+                base = self._increments.base(steps)
                 tables = self._collection.snapshots.take(
                     state.tables, None if base is None else base[1]
                 )
@@ -215,7 +233,7 @@ class Checkpointer:
             self._arrays.save(folder / "arrays", parts)
         except BaseException:
             save.close()
-            self._folder.discard(step)
+            self._discard(step)
             self._at = save.before
             raise
         self._save = save
@@ -245,29 +263,50 @@ class Checkpointer:
     def _write(self, save: "_Save", details: dict[str, Any]) -> None:
         """Writes all else and commits the step; in a thread."""
         try:
-            known = {}
-            if save.snapshot is not None:
-                rows = RowWriter(save.folder / "tables", details["tables"]["groups"])
-                for group, records in save.snapshot.records():
-                    rows.write(group, records)
-                details["counts"] = rows.write_counts(save.snapshot.outline.counts)
-                details["rows"] = {
-                    "base": save.base,
-                    "written": rows.written,
-                    "removed": rows.write_removed(save.snapshot.removed),
-                }
-                known = {f"tables/{k}": v for k, v in rows.finish().items()}
-                save.close()
-            self._arrays.wait()
+            # a step is there once all processes have written their parts of it
+            parts = self._peers.together(lambda: self._write_own(save, details), True)
             needs = () if save.base is None else (save.base,)
-            self._folder.commit(save.step, details, known, needs)
-            if self.keep is not None:
+
+            def commit() -> None:
+                if self._peers.is_first:
+                    known = joined(details, save.base, parts)
+                    self._folder.commit(save.step, details, known, needs)
+
+            self._peers.together(commit, True)
+            if self.keep is not None and self._peers.is_first:
                 self._prune(self.keep)
         except BaseException as error:
             save.error = error
         finally:
             save.close()
             save.ended = time.monotonic()
+
+    def _write_own(self, save: "_Save", details: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes this process's part; returns what there is to know of it."""
+        part: dict[str, Any] = {"known": {}}
+        if save.snapshot is not None:
+            folder = self._peers.folder
+            groups = details["tables"]["groups"]
+            rows = RowWriter(save.folder / "tables" / folder, groups)
+            for group, records in save.snapshot.records():
+                rows.write(group, records)
+            below = f"tables/{folder}/" if folder else "tables/"
+            part |= {
+                "folder": folder,
+                "counts": rows.write_counts(save.snapshot.outline.counts),
+                "written": rows.written,
+                "removed": rows.write_removed(save.snapshot.removed),
+                "rows": [group["rows"] for group in groups],
+                "known": {below + k: v for k, v in rows.finish().items()},
+            }
+            save.close()
+        self._arrays.wait()
+        return part
+
+    def _discard(self, step: int) -> None:
+        """Removes what has been written of a step."""
+        if self._peers.is_first:
+            self._folder.discard(step)
 
     def _prune(self, keep: int) -> None:
         try:
@@ -307,6 +346,8 @@ class Checkpointer:
             else:
                 self._save.seconds.append(seconds)
         failure = None
+        if self._catches and self._peers.any(step, self._stop.is_set()):
+            self._stop.set()
         due = step == self._last or (self._due is not None and step >= self._due)
         if self._save is not None:
             self._save.state = state
@@ -346,15 +387,33 @@ class Checkpointer:
                 snapshots.announce(self._last - step)
             self._announced = True
         if self._stop.is_set():
-            soon = 1 if snapshots is None else snapshots.announce(1)
-            self._due = min(step + soon, self._due or step + soon)
+            soon = step + 1 if snapshots is None else self._announce_at(step + 1, step)
+            self._due = min(soon, self._due or soon)
             return
-        ahead = 0 if snapshots is None or every is not None else snapshots.ahead
-        self._due = self._policy.next_step(step + ahead)
         if every is not None:
             self._due = (step // every + 1) * every
-        elif snapshots is not None and self._due is not None:
-            self._due = step + snapshots.announce(self._due - step)
+            return
+        if interval.kind == "none":
+            self._due = None
+            return
+        ahead = 0 if snapshots is None else snapshots.ahead
+        ahead = max(self._peers.together(lambda: ahead))
+        # the clock of the first process decides
+        due = self._peers.together(lambda: self._policy.next_step(step + ahead))[0]
+        if snapshots is not None and due is not None:
+            due = self._announce_at(due, step)
+        self._due = due
+
+    def _announce_at(self, due: int, step: int) -> int:
+        """Announces a snapshot after step `due` or, if planning is further, as soon as
+        there can be one in all processes; returns when."""
+        assert self._collection is not None
+        while True:
+            soonest = step + self._collection.snapshots.announce(due - step)
+            latest = max(self._peers.together(lambda at=soonest: at))
+            if latest == due:
+                return due
+            due = latest
 
     @contextmanager
     def catch_sigterm(self) -> Iterator[None]:
@@ -365,9 +424,11 @@ class Checkpointer:
         EX_TEMPFAIL of sysexits.h: the same command again goes on.
         """
         before = signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
+        self._catches = True
         try:
             yield
         finally:
+            self._catches = False
             signal.signal(signal.SIGTERM, before)
 
     def wait(self, state: Any = None) -> None:
@@ -415,7 +476,7 @@ class Checkpointer:
             return
         self._policy.failed(save.step)
         self._at = save.before if self._at == save.step else self._at
-        self._folder.discard(save.step)
+        self._discard(save.step)
         raise save.error
 
     def restore(
@@ -477,7 +538,7 @@ class Checkpointer:
                 target.tables,
                 tables,
                 read_chain(chain),
-                read_counts(found.path / "tables", details["counts"]),
+                read_all_counts([(p, x["counts"]) for p, x in parts_of(found)]),
                 ignore=ignore,
                 cast=cast,
             )
@@ -517,6 +578,7 @@ class Checkpointer:
                     save.thread.join()
             self._arrays.close()
             self._folder.close()
+            self._peers.close()
 
     def __enter__(self) -> "Checkpointer":
         return self

@@ -38,7 +38,8 @@ def compact(
     try:
         known = {}
         for name, size_and_crc in manifest.files.items():
-            if name.startswith(("arrays/", "tables/counts/")):
+            counts = name.startswith("tables/") and "counts" in name.split("/")[1:3]
+            if name.startswith("arrays/") or counts:
                 _link(manifest.path / name, directory / name)
                 known[name] = size_and_crc
         details = manifest.details
@@ -47,6 +48,14 @@ def compact(
             rows.write(group, records)
         known |= {f"tables/{name}": found for name, found in rows.finish().items()}
         own = {"base": None, "written": rows.written, "removed": None}
+        if "parts" in details["rows"]:  # their counts stay where they are
+            nothing = [0] * len(rows.written)
+            parts = [
+                {**part, "written": nothing, "removed": None}
+                for part in details["rows"]["parts"]
+            ]
+            parts.insert(0, {**own, "folder": "", "counts": []})
+            own = {"base": None, "parts": parts}
         folder.commit(step, {**details, "rows": own}, known)
     except BaseException:
         folder.discard(step)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from shardjax.embed.admission import merge_counts
 from shardjax.embed.snapshot import Removed
 
 _CHUNK_BYTES = 16 << 20
@@ -232,6 +233,19 @@ def read_removed(
         if count:
             found = _open(path / "removed" / group["name"]).read().result()
             yield number, np.ascontiguousarray(found)
+
+
+def read_all_counts(
+    parts: Sequence[tuple[Path, Sequence]],
+) -> dict[str, dict[str, np.ndarray]]:
+    """What several processes have counted, each in a folder and under names as of
+    `read_counts`, as one."""
+    found = [read_counts(path, names) for path, names in parts]
+    tables = dict.fromkeys(name for own in found for name in own)
+    return {
+        name: merge_counts([own[name] for own in found if name in own])
+        for name in tables
+    }
 
 
 def read_counts(path: Path, names: Sequence) -> dict[str, dict[str, np.ndarray]]:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numba
 import numpy as np
@@ -131,6 +131,23 @@ class FilterCounts:
         """Takes over what `get` gave."""
         self._counters[:] = counts["counters"]
         self._seen = int(counts["seen"][0])
+
+
+def merge_counts(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """What several processes have counted (`Gate.counts`), of other keys each, as one.
+
+    Example:
+      >>> parts = [{"keys": np.array([7], np.uint64), "counts": np.array([2], np.int32)}] * 2
+      >>> merge_counts(parts)["counts"].tolist()
+      [2, 2]
+    """
+    if len(parts) == 1:
+        return dict(parts[0])
+    if "counters" not in parts[0]:
+        return {name: np.concatenate([x[name] for x in parts]) for name in parts[0]}
+    counters = np.sum([x["counters"] for x in parts], 0, dtype=np.int64)
+    seen = np.sum([x["seen"] for x in parts], 0)
+    return {"counters": np.minimum(counters, 255).astype(np.uint8), "seen": seen}
 
 
 class Gate:

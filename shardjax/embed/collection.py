@@ -25,7 +25,7 @@ from shardjax.embed.draft import TableState
 from shardjax.embed.exchange import embed_group, gather_rows, scatter_rows
 from shardjax.embed.groups import Group, plan_groups
 from shardjax.embed.jagged import Jagged, as_keys
-from shardjax.embed.joint import JointBatch, JointPlanner, together
+from shardjax.embed.joint import JointBatch, JointPlanner
 from shardjax.embed.key_exchange import KeyExchange
 from shardjax.embed.layout import Layout
 from shardjax.embed.mover import Mover
@@ -42,6 +42,7 @@ from shardjax.embed.table_rows import TableRows, as_facts, facts_of
 from shardjax.embed.translate import owners_of
 from shardjax.precision import choose
 from shardjax.processes import Channel
+from shardjax.together import together
 
 EmbeddingState = tuple[SlabState, ...]
 _NUMBERS = (
@@ -122,7 +123,9 @@ class EmbeddingCollection:
             self._direct = Channel(f"{self._name}-direct")
         self._initial_rows = initial_rows
         self._mover = Mover(self.groups, mesh)
-        self.snapshots = Snapshots(self.groups, self.planner, self._mover, self.seed)
+        self.snapshots = Snapshots(
+            self.groups, self.planner, self._mover, self.seed, self._together
+        )
 
     def spec(self, group: Group) -> jax.P:
         """How the slots of a group lie over the mesh."""

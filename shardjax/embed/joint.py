@@ -17,7 +17,6 @@ requester device, with the keys that it asks for. So tiers, policies and all els
 of one process, and sums follow the same order.
 """
 
-import json
 import threading
 import time
 from collections import deque
@@ -38,9 +37,7 @@ from shardjax.embed.policies import LFU, LRU
 from shardjax.embed.requests import Request, Requester
 from shardjax.embed.span import DeviceSpan
 from shardjax.embed.spec import FeatureSpec, TableSpec
-
-Agree = Callable[[bytes], list[bytes]]
-"""Gives all processes a value, and returns theirs, by process."""
+from shardjax.together import Agree, agree_on, error_text
 
 _LARGEST = ("exchange_imbalance", "windows", "shortened_windows")
 
@@ -151,14 +148,14 @@ class JointPlanner:
         """Examples per device for a batch of `size` examples in all: never fewer than a
         batch before had."""
         needed = -(-size // self._span.total)
-        return self.core.size(train, ("examples", "all"), needed, needed)
+        return self.core.size(train, ("examples",), needed, needed)
 
     def common_examples(self, size: int, agree: Agree, train: bool) -> int:
         """Examples per device for a batch of which this process has `size`, and the others
         whatever they have."""
         own = -(-size // self._span.count)
-        needed = max(x["needed"] for x in _agree(agree, {"needed": own}))
-        return self.core.size(train, ("examples", "all"), needed, needed)
+        needed = max(x["needed"] for x in agree_on(agree, {"needed": own}))
+        return self.core.size(train, ("examples",), needed, needed)
 
     def ask(
         self,
@@ -191,14 +188,14 @@ class JointPlanner:
             except Exception as problem:  # whatever it is, it is this batch's
                 error = problem
                 break
-        found = _agree(
+        found = agree_on(
             agree,
             {
                 "batches": len(batches),
                 "examples": [batch.examples for batch in batches],
                 "needs": [_listed(r.needs) for r in requests],
                 "rooms": [r.rooms for r in requests],
-                "error": None if error is None else _text(error),
+                "error": None if error is None else error_text(error),
             },
         )
         for name in ("batches", "examples"):
@@ -290,7 +287,7 @@ class JointPlanner:
         """Agrees on what is left to agree on, and writes the plans."""
         routes = [self.core.owner_routes(s) for s in settled]
         loads = [sum(r.send_count.sum(0) for r in own) for own in routes]
-        found = _agree(
+        found = agree_on(
             agree,
             {
                 "needs": [
@@ -310,7 +307,7 @@ class JointPlanner:
                     for s, r in zip(settled, ask.requests, strict=False)
                 ],
                 "sequences": [s.sequence for s in settled],
-                "error": None if error is None else _text(error),
+                "error": None if error is None else error_text(error),
             },
         )
         if any(x["error"] is not None for x in found):
@@ -393,35 +390,6 @@ class JointPlanner:
         )
 
 
-def together(agree: Agree, call: Callable[[], Any]) -> list[Any]:
-    """Calls something in all processes; if it fails in one, it fails in all.
-
-    Args:
-      agree: with the other processes.
-      call: gives something that JSON can hold.
-
-    Returns:
-      What it gives in each process.
-
-    Raises:
-      Exception: of this process's call.
-      RuntimeError: if the call failed in another process.
-    """
-    value, error = None, None
-    try:
-        value = call()
-    except Exception as problem:  # whatever it is, the others must not wait
-        error = problem
-    own = {"value": value, "error": None if error is None else _text(error)}
-    found = _agree(agree, own)
-    if error is not None:
-        raise error
-    for process, other in enumerate(found):
-        if other["error"] is not None:
-            raise RuntimeError(f"process {process} failed: {other['error']}")
-    return [other["value"] for other in found]
-
-
 def _owned(group: Group, processes: int) -> Group:
     """A group whose tables are read under their own names, with this process's share of
     the rows that they may have."""
@@ -447,10 +415,6 @@ def _share(spec: TableSpec, processes: int) -> TableSpec:
         for policy in spec.evictions
     )
     return replace(spec, capacity=capacity, evict=evict or spec.evict)
-
-
-def _agree(agree: Agree, value: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [json.loads(x) for x in agree(json.dumps(value).encode())]
 
 
 def _listed(needs: Mapping[tuple, int]) -> list:
@@ -480,10 +444,6 @@ def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
             more = max if name in _LARGEST else float.__add__
             out[name] = type(value)(more(float(out.get(name, 0)), float(value)))
     return out
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _common_error(

@@ -101,10 +101,11 @@ class Mover:
         Args:
           slab: of the move's group; donated.
         """
-        moved = self._moved(self.own(move.group, slab), move)
+        moved = self.move_own(self.own(move.group, slab), move)
         return self.whole(move.group, moved)
 
-    def _moved(self, slab: SlabState, move: Move) -> SlabState:
+    def move_own(self, slab: SlabState, move: Move) -> SlabState:
+        """Like `move`, of `own`."""
         group = self._groups[move.group]
         options, sharding = self._options(group)
 
@@ -219,6 +220,10 @@ class Mover:
 
     def grow(self, g: int, slab: SlabState, slots: int) -> SlabState:
         """A slab of a group with more slots, `slots` per owner."""
+        return self.whole(g, self.grow_own(g, self.own(g, slab), slots))
+
+    def grow_own(self, g: int, slab: SlabState, slots: int) -> SlabState:
+        """Like `grow`, of `own`."""
         mesh = self._own_mesh
         spec = slab_spec(self._groups[g], _slots_over(self._groups[g], mesh))
 
@@ -235,7 +240,7 @@ class Mover:
                 longer(slab.rows), [longer(x) for x in slab.row_state], slab.shared
             )
 
-        return self.whole(g, grow(self.own(g, slab)))
+        return grow(slab)
 
     def _fill(self, slab: SlabState, fill: Fill, sharding, options) -> SlabState:
         words = fill.words.reshape(-1).view(np.uint32).reshape(-1, 2)

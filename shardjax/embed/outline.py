@@ -322,6 +322,10 @@ class TierOutline:
         parts = (self.device, self.host, self.disk)
         return sum(x.count for x in parts if x is not None)
 
+    def leave_out(self) -> None:
+        """Leaves out all rows: those on the devices, where there are no others."""
+        self.device.narrow(np.zeros(self.device.tables.shape, bool))
+
     def narrow(self, sequence: int, changed: np.ndarray) -> None:
         """Leaves out the rows that have not changed since a plan.
 

@@ -253,7 +253,10 @@ class Planner:
         return size
 
     def examples(self, train: bool) -> int:
-        """Examples per requester that batches have had so far."""
+        """Examples per requester that batches have had so far; a requester of another
+        process is one example."""
+        if not self.span.is_whole:
+            return 1
         return self._rungs.get((train, "examples"), 1)
 
     def forget_sizes(self) -> None:
@@ -380,7 +383,8 @@ class Planner:
                     error = lacking
                 shortened = True
                 break
-            self.size(True, ("examples",), draft.examples, draft.examples)
+            if self.span.is_whole:
+                self.size(True, ("examples",), draft.examples, draft.examples)
             self.drafter.commit(draft, first_step, step)
             drafts.append(draft)
             waiting.popleft()
@@ -562,7 +566,8 @@ class Planner:
 
     def _settle_evaluation(self, features, batch: int) -> Settled:
         draft = self.drafter.draft(features, batch, self.examples(False), 0)
-        self.size(False, ("examples",), draft.examples, draft.examples)
+        if self.span.is_whole:
+            self.size(False, ("examples",), draft.examples, draft.examples)
         overlays = []
         try:
             for g, (states, tables) in enumerate(

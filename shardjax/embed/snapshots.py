@@ -1,12 +1,13 @@
 """Snapshots of a collection's rows, taken and gone on from."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from shardjax.embed.changes import Mark, SlotChanges, written_slots
+from shardjax.embed.draft import TableState
 from shardjax.embed.groups import Group
 from shardjax.embed.mover import Mover
 from shardjax.embed.moves import SlabState
@@ -20,6 +21,7 @@ from shardjax.embed.restoring import (
     sizes_of,
 )
 from shardjax.embed.snapshot import Removed, Snapshot
+from shardjax.embed.translate import owners_of
 
 
 class Snapshots:
@@ -28,13 +30,20 @@ class Snapshots:
     Args:
       groups, planner, mover: of the collection.
       seed: of the collection.
+      together: calls something in all processes, and returns what it gives in each.
     """
 
     def __init__(
-        self, groups: tuple[Group, ...], planner: Planner, mover: Mover, seed: int
+        self,
+        groups: tuple[Group, ...],
+        planner: Planner,
+        mover: Mover,
+        seed: int,
+        together: Callable[[Callable[[], Any]], list[Any]],
     ):
         self._groups, self._planner, self._mover = groups, planner, mover
         self._seed = seed
+        self._together = together
         self._active: list[Snapshot] = []
         self._changes: list[SlotChanges | None] | None = None  # by group, if wanted
 
@@ -77,9 +86,11 @@ class Snapshots:
     ) -> tuple[Snapshot, dict[str, Any]]:
         """Begins a snapshot of the rows as they are now; training may go on.
 
-        Somebody has to go through `Snapshot.records` in another thread, and to call its
-        `close` in the end. The devices' rows are read at each `apply_fills` from now on,
-        or by `Snapshot.complete`.
+        Where there are several processes, all of them take it, at the same place of their
+        programs; each gets the rows of its own devices, and the first one those of
+        replicated tables. Somebody has to go through `Snapshot.records` in another thread,
+        and to call its `close` in the end. The devices' rows are read at each `apply_fills`
+        from now on, or by `Snapshot.complete`.
 
         Args:
           state: of the tables, after the last step.
@@ -94,6 +105,9 @@ class Snapshots:
           RuntimeError: if planning is ahead, and nobody has announced the snapshot.
         """
         outline = self._planner.outline()
+        for group, tier in zip(self._groups, outline.tiers, strict=True):
+            if group.replicated and self._planner.span.first:
+                tier.leave_out()
         described = describe(self._groups, outline, self._seed, self._planner.devices)
         removed = None if since is None else self._narrow(outline, since)
         snapshot = Snapshot(outline, self._mover.gather, removed)
@@ -103,17 +117,20 @@ class Snapshots:
     def _narrow(self, outline: Outline, since: Mark) -> list[Removed] | None:
         """Leaves the rows out that have not changed; returns those that have left, or
         None if it leaves out nothing."""
-        if self._changes is None:
-            return None
-        removed = self._planner.removed(since, outline.mark)
-        if not removed:
-            return None
-        changed = [
-            tier.device.changed(since.sequence, slots)
-            for tier, slots in zip(outline.tiers, self._changes, strict=True)
-        ]
+        removed, changed = [], []
+        if self._changes is not None:
+            removed = self._planner.removed(since, outline.mark)
+        if removed:
+            changed = [
+                tier.device.changed(since.sequence, slots)
+                for tier, slots in zip(outline.tiers, self._changes or (), strict=True)
+            ]
         late = sum(int(x.sum()) for x in changed) + sum(len(x[0]) for x in removed)
-        if late > sum(tier.count for tier in outline.tiers) / 2:
+        rows = sum(tier.count for tier in outline.tiers)
+        known = self._together(lambda: [bool(removed), late, rows])
+        if not all(x[0] for x in known):
+            return None
+        if sum(x[1] for x in known) > sum(x[2] for x in known) / 2:
             return None
         for tier, own in zip(outline.tiers, changed, strict=True):
             tier.narrow(since.sequence, own)
@@ -180,11 +197,29 @@ class Snapshots:
                 "a checkpoint can be restored into a collection that has no rows yet, and"
                 " this one has. Make a new EmbeddingCollection"
             )
-        restoring = Restoring(self._groups, described, self._seed, ignore, cast)
-        slabs = list(state)
-        for number, part in records:
-            for own in restoring.records(number, part):
-                slabs[own.group] = self._adopt(slabs[own.group], own)
+        slabs = [self._mover.own(g, slab) for g, slab in enumerate(state)]
+
+        def adopt() -> list[int]:
+            restoring = Restoring(self._groups, described, self._seed, ignore, cast)
+            for number, part in records:
+                for found in restoring.records(number, part):
+                    own = self._own(found)
+                    if len(own.keys):
+                        slabs[own.group] = self._adopt(slabs[own.group], own)
+            return [self._slots(g, slab) for g, slab in enumerate(slabs)]
+
+        most = np.max(self._together(adopt), 0).tolist()
+        for g, slots in enumerate(most):
+            slabs[g] = self._grow(g, slabs[g], slots)
+            slabs[g] = self._mover.whole(g, slabs[g])
+        counts = {
+            entry.table.spec.name: self._own_counts(
+                g, entry, counts[entry.table.spec.name]
+            )
+            for g, entries in enumerate(planner.tables)
+            for entry in entries
+            if entry.table.spec.name in counts
+        }
         same = described["devices"] == planner.devices and [
             g["tables"] for g in described["groups"]
         ] == [[t.spec.name for t in g.tables] for g in self._groups]
@@ -196,6 +231,38 @@ class Snapshots:
         ]
         alike = layout == layout_of(self._groups) and not ignore
         return tuple(slabs), mark if alike else None
+
+    def _own(self, found: TableRecords) -> TableRecords:
+        """Those of some rows of one table that this process's devices own."""
+        entry = self._planner.tables[found.group][int(found.tables[0])]
+        own = self._is_own(found.group, entry.table.owner, found.keys)
+        if own.all():
+            return found
+        return TableRecords(
+            found.group, found.keys[own], found.tables[own], found.last_steps[own],
+            found.tallies[own], found.words[own],
+        )  # fmt: skip
+
+    def _own_counts(self, g: int, entry: TableState, counts: Mapping[str, np.ndarray]):
+        """Those counts of keys without a row that this process goes on with."""
+        if "keys" not in counts:  # a filter of all keys
+            return counts
+        own = self._is_own(g, entry.table.owner, counts["keys"])
+        return {name: x[own] for name, x in counts.items()}
+
+    def _is_own(self, g: int, owner: int, salted: np.ndarray) -> np.ndarray:
+        tier = self._planner.tiers[g]
+        owners = owners_of(salted, owner, tier.span)
+        return (owners >= 0) & (owners < tier.owners)
+
+    def _slots(self, g: int, slab: SlabState) -> int:
+        """Slots per owner of a slab of this process."""
+        return slab.rows.shape[0] // self._planner.tiers[g].owners
+
+    def _grow(self, g: int, slab: SlabState, slots: int) -> SlabState:
+        if slots > self._slots(g, slab):
+            return self._mover.grow_own(g, slab, slots)
+        return slab
 
     def _adopt(self, slab: SlabState, own: TableRecords) -> SlabState:
         """Puts rows of one table where there is room for them."""
@@ -219,14 +286,12 @@ class Snapshots:
             own.keys, own.tables, own.last_steps, own.tallies, own.words,
             self._planner.drafter.room(tier),
         )  # fmt: skip
-        owners = tier.owners
-        slots = known = slab.rows.shape[0] // owners
+        slots = self._slots(g, slab)
         while slots < tier.residents.next_slot.max():
             slots *= 2
-        if slots > known:
-            slab = self._mover.grow(g, slab, slots)
+        slab = self._grow(g, slab, slots)
         if move is None:
             return slab
-        slab = self._mover.move(slab, move)
+        slab = self._mover.move_own(slab, move)
         jax.block_until_ready(slab.rows)  # records of many parts would pile up
         return slab
