@@ -29,6 +29,7 @@ from experiments.checkpoints import (
     check_resume,
     resumes,
 )
+from experiments.cluster import ProcessConfig, is_first, joined
 from experiments.data import DataConfig, Opened, open_data
 from experiments.optimizers import ROW_OPTIMIZERS as ROW_OPTIMIZERS, OptimConfig
 from experiments.output import (
@@ -41,7 +42,17 @@ from experiments.output import (
 )
 from experiments.storage import AdmitConfig, EvictConfig, StorageConfig
 from experiments.tiers import tier_rates, tier_sizes
-from shardjax import embed, export, metrics, models, plots, train, writers, zero
+from shardjax import (
+    embed,
+    export,
+    metrics,
+    models,
+    plots,
+    processes,
+    train,
+    writers,
+    zero,
+)
 from shardjax.data import Batch, Loader
 from shardjax.embed import Index
 from shardjax.folders import check_vacant
@@ -73,7 +84,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ProcessConfig):
     """All settings of a run."""
 
     mesh: str = "1x1"
@@ -142,12 +153,22 @@ def main(config: Config) -> dict[str, Any]:
     Returns:
       The result: what the program prints as its last line.
     """
+    with joined(config) as own:
+        return run(own)
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Runs the experiment in this process, once its devices are there."""
     started = time.perf_counter()
     if config.out is not None:
         claim(config.out, resumes(config))
     if config.export is not None:
+        if processes.process_count() > 1:
+            raise ValueError(
+                "`export` is for one process: its rows are those of all devices. Export"
+                " from a checkpoint of this run: python -m shardjax.checkpoint export"
+            )
         check_vacant(config.export, "`export`")
-    sj.ensure_devices(config.mesh)
     mesh = sj.make_mesh(config.mesh)
     data = open_data(config.data, config.seed)
     log.info("%s", data.description)
@@ -336,7 +357,9 @@ class Run:
         self.started = self.mark = after_first = time.perf_counter()
         self.wait = self.idle = 0.0
         self.logged = self.taken
-        bar = writers.ProgressBar(self.total_steps, batch_size=config.batch_size)
+        bar = writers.ProgressBar(
+            self.total_steps, batch_size=config.batch_size, enabled=is_first()
+        )
         with bar, trace_window(config.profile, config.out) as trace:
             for batch in self.batches():
                 trace.before(self.taken + 1)
@@ -403,7 +426,7 @@ class Run:
 
     def sizes(self) -> dict[str, int]:
         """How many keys have a row and, where there is a storage, what each tier holds."""
-        stats = list(self.collection.stats().values())
+        stats = self.collection.total_stats()
         keys = sum(s["rows"] - s["coming_rows"] + s["leaving_rows"] for s in stats)
         sizes = {"unique_keys": keys}
         if self.config.storage.device_rows is not None:
@@ -462,4 +485,5 @@ def from_anything(values: dict[str, Any]) -> Config:
 
 if __name__ == "__main__":
     found = configs.run_program(main, Config, "experiments.ctr", __doc__)
-    print(json.dumps(found, allow_nan=False))
+    if is_first():
+        print(json.dumps(found, allow_nan=False))

@@ -34,6 +34,7 @@ from experiments.checkpoints import (
     check_resume,
     resumes,
 )
+from experiments.cluster import ProcessConfig, is_first, joined
 from experiments.output import (
     as_floats,
     claim,
@@ -56,6 +57,7 @@ from shardjax.mesh import as_mesh_shape
 from shardjax.models import gpt
 from shardjax.pacing import Pace
 from shardjax.remat import Remat
+from shardjax.sharded import place
 from shardjax.zero.plan import check_offload
 
 log = logging.getLogger("experiments.lm")
@@ -69,7 +71,7 @@ SIZES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ProcessConfig):
     """All settings of a run."""
 
     mesh: str = "1x1"
@@ -155,10 +157,15 @@ def main(config: Config) -> dict[str, Any]:
     Returns:
       The result: what the program prints as its last line.
     """
+    with joined(config) as own:
+        return run(own)
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Runs the experiment in this process, once its devices are there."""
     started = time.perf_counter()
     if config.out is not None:
         claim(config.out, resumes(config))
-    sj.ensure_devices(config.mesh)
     text = open_text(config.data)
     log.info("%s", text)
     run = Run(config, text)
@@ -295,7 +302,9 @@ class Run:
             now = [float(x) for x in jax.device_get(losses)]
             return {"rows": [finite(row) for row in self.rows], "losses": now}
 
-        bar = writers.ProgressBar(config.steps, batch_size=config.batch_size)
+        bar = writers.ProgressBar(
+            config.steps, batch_size=config.batch_size, enabled=is_first()
+        )
         with bar, trace_window(config.profile, config.out) as trace:
             for taken in range(begun + 1, config.steps + 1):
                 batch = training_batch(
@@ -305,7 +314,7 @@ class Run:
                     batch_size=config.batch_size,
                     seq_len=config.seq_len,
                 )
-                batch = jax.device_put(batch, self._batch)
+                batch = place(batch, self._batch)
                 trace.before(taken)
                 pace.wait()
                 self.state, info = self.step(self.state, batch)
@@ -370,7 +379,7 @@ class Run:
             batch_size=config.eval_batch_size,
             seq_len=config.seq_len,
         ):
-            batch = jax.device_put(batch, self._batch)
+            batch = place(batch, self._batch)
             found = jax.device_get(losses(self.state.params, batch))
             total, weight = total + float(found[0]), weight + float(found[1])
         loss = total / weight
@@ -419,4 +428,5 @@ def from_anything(values: dict[str, Any]) -> Config:
 
 if __name__ == "__main__":
     found = configs.run_program(main, Config, "experiments.lm", __doc__)
-    print(json.dumps(found, allow_nan=False))
+    if is_first():
+        print(json.dumps(found, allow_nan=False))

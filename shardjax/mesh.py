@@ -18,6 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from shardjax.processes import process_count
+
 DATA_AXIS = "data"
 MODEL_AXIS = "model"
 AXES = (DATA_AXIS, MODEL_AXIS)
@@ -231,6 +233,8 @@ def simulate_cpu_devices(count: int) -> None:
 def ensure_devices(shape: str | MeshShape) -> None:
     """Makes sure that JAX shows enough devices for a mesh, for programs.
 
+    Where there are several processes, each has to have an equal part of them.
+
     On a host whose only backend is the CPU, missing devices are simulated and one log
     line (level INFO) says so. On a host with an accelerator nothing is simulated: too
     few devices is an error. Call it before the first JAX operation.
@@ -239,16 +243,24 @@ def ensure_devices(shape: str | MeshShape) -> None:
       shape: "8x1" or a `MeshShape`.
 
     Raises:
-      ValueError: if there are too few devices and none can be simulated.
+      ValueError: if there are too few devices and none can be simulated, or they cannot be
+        divided among the processes.
 
     Example:
       >>> ensure_devices("1x1")
     """
     mesh_shape = as_mesh_shape(shape)
+    processes = process_count()
+    if mesh_shape.size % processes:
+        raise ValueError(
+            f"the {mesh_shape.size} devices of mesh {mesh_shape} must be divided evenly"
+            f" among {processes} processes. Give a multiple of {processes}"
+        )
+    needed = mesh_shape.size // processes
     # Which backend JAX picks is known only once it is up, too late to ask for CPU
     # devices. So ask first: with an accelerator the request changes nothing.
-    asked = mesh_shape.size > max(1, _requested_cpu_devices())
-    simulated = asked and _request_cpu_devices(mesh_shape.size)
+    asked = needed > max(1, _requested_cpu_devices())
+    simulated = asked and _request_cpu_devices(needed)
     devices = jax.devices()
     if len(devices) < mesh_shape.size:
         raise ValueError(_too_few_devices(mesh_shape, devices))
@@ -256,7 +268,7 @@ def ensure_devices(shape: str | MeshShape) -> None:
         _log.info(
             "mesh %s: simulating %d devices on the CPU of this host",
             mesh_shape,
-            mesh_shape.size,
+            needed,
         )
 
 

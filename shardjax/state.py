@@ -13,6 +13,7 @@ from shardjax.embed import EmbeddingCollection, EmbeddingState
 from shardjax.metrics import Metric, merge_stacked
 from shardjax.network import Network
 from shardjax.precision import LossScale, Precision
+from shardjax.sharded import place
 from shardjax.zero import ZeroPlan, init_state as init_dense, plan_zero
 
 
@@ -45,7 +46,7 @@ def stack_metrics(
         return np.broadcast_to(x, (mesh.size, *x.shape))
 
     return {
-        name: jax.device_put(jax.tree.map(stack, metric), sharding)
+        name: place(jax.tree.map(stack, metric), sharding)
         for name, metric in metrics.items()
     }
 

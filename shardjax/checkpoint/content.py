@@ -17,6 +17,7 @@ from shardjax.checkpoint.leaves import flatten
 from shardjax.embed import EmbeddingCollection
 from shardjax.embed.moves import SlabState
 from shardjax.metrics import merge_stacked
+from shardjax.sharded import fetch, place
 
 
 def _fields(state: Any) -> dict[str, Any]:
@@ -143,9 +144,9 @@ def metrics_of(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str,
         merged = merge_stacked(found[name])
 
         def first(part, empty):
-            stacked = np.array(empty)
+            stacked = np.array(fetch(empty))
             stacked[0] = np.asarray(part)
-            return jax.device_put(stacked, empty.sharding)
+            return place(stacked, empty.sharding)
 
         out[name] = jax.tree.map(first, merged, metric)
     return out

@@ -655,6 +655,21 @@ class EmbeddingCollection:
         """
         return self.planner.stats()
 
+    def total_stats(self) -> list[dict[str, int]]:
+        """`stats` by slab, of all processes, which all ask at the same place."""
+        found = self._together(lambda: list(self.stats().values()))
+        total = []
+        for g, group in enumerate(self.groups):
+            own = [x[g] for x in found]
+            copied = set(own[0]) if group.replicated else {"tables"}
+            total.append(
+                {
+                    k: n if k in copied else sum(x[k] for x in own)
+                    for k, n in own[0].items()
+                }
+            )
+        return total
+
     def shrink(self) -> dict[str, int]:
         """Lets rows leave by the `evict` policies of their tables now, due or not.
 

@@ -1,0 +1,71 @@
+"""A program as one of several processes."""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+
+import shardjax as sj
+from experiments.checkpoints import resumes
+from shardjax import processes
+
+C = TypeVar("C", bound="ProcessConfig")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessConfig:
+    """Which process of a run this is."""
+
+    coordinator: str | None = None
+    """HOST:PORT of process 0, a free port there; where SLURM, mpirun, Kubernetes or a TPU pod
+    starts the processes, none of these three options is needed."""
+    num_processes: int | None = None
+    """How many processes the run has; the mesh spans the devices of all."""
+    process_id: int | None = None
+    """The number of this process, from 0."""
+
+
+def is_first() -> bool:
+    """Whether this process is the one that prints and writes."""
+    return processes.process_index() == 0
+
+
+@contextmanager
+def joined(config: C) -> Iterator[C]:
+    """A context in which this process has joined the others, and has its devices.
+
+    Args:
+      config: of the program, with `mesh`, `out`, `checkpoint` and `resume`.
+
+    Yields:
+      What this process goes by: only the first one has a folder to write to.
+
+    Raises:
+      ValueError: if the processes have been started with different options or versions, or
+        the mesh cannot be divided among them.
+    """
+    found: Any = config
+    processes.start_processes(
+        config.coordinator, config.num_processes, config.process_id
+    )
+    if processes.process_count() > 1:
+        facts = {
+            "config": {
+                name: value
+                for name, value in dataclasses.asdict(config).items()
+                if name not in ("process_id", "coordinator", "out")
+            },
+            "versions": {"shardjax": sj.__version__, "jax": jax.__version__},
+            "resumes": resumes(config),
+        }
+        processes.check_agreement(facts)
+    sj.ensure_devices(found.mesh)
+    if not is_first():
+        for ours in ("experiments", "shardjax"):
+            logging.getLogger(ours).setLevel(logging.WARNING)
+        found = dataclasses.replace(found, out=None, profile=None)
+    yield found
