@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +15,24 @@ ROOT = Path(__file__).parents[1]
 
 # What comes before a program that `run_cluster` starts.
 HEADER = """
-import sys, time
+import os, signal, sys, time, types
 import jax
+import numpy as np
+# what the tests need of the library, without what takes seconds to import
+sys.modules["shardjax"] = types.ModuleType("shardjax")
+sys.modules["shardjax"].__path__ = ["shardjax"]
 from shardjax import processes
 INDEX, COUNT, PORT, DEVICES = map(int, sys.argv[1:5])
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", DEVICES)
 def start(**options):
     processes.start_processes(f"localhost:{PORT}", COUNT, INDEX, **options)
+def total():  # a sum over the devices of all processes, 276
+    mesh = jax.make_mesh((jax.device_count(),), ("x",))
+    sharding = jax.NamedSharding(mesh, jax.P("x"))
+    x = jax.make_array_from_callback((24,), sharding, lambda at: np.arange(24.0)[at])
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    return float(jax.jit(lambda x: x.sum(), out_shardings=everywhere)(x))
 """
 
 
@@ -89,10 +99,11 @@ class Cluster:
                 )
             time.sleep(0.02)
 
-    def wait(self, limit: float = 90.0) -> list[Ended]:
-        """Waits until all have ended, or the limit in seconds is over."""
+    def wait(self, limit: float = 90.0, without: Collection[int] = ()) -> list[Ended]:
+        """Waits until all have ended, but those `without`, or the limit in seconds is over."""
         end = time.monotonic() + limit
-        while len(self._ends) < len(self.processes) and time.monotonic() < end:
+        wanted = {*range(len(self.processes))} - {*without}
+        while wanted - {*self._ends} and time.monotonic() < end:
             for number, process in enumerate(self.processes):
                 if number not in self._ends and process.poll() is not None:
                     self._ends[number] = time.monotonic() - self._started

@@ -2,25 +2,27 @@
 
 import contextlib
 import json
+import signal
 import socket
 import threading
+import time
 
 import pytest
 
 from shardjax import processes
-from tests.cluster import free_port, run_cluster
+from shardjax.processes.meeting import Meeting
+from tests.cluster import cluster, free_port, python_commands, run_cluster
 
 TALK = """
 import json, threading
-import numpy as np
 start()
 assert (processes.process_index(), processes.process_count()) == (INDEX, COUNT)
 channel = processes.Channel("talk")
 for size in (0, 1, 300_000):  # before there are any devices
     found = channel.exchange(bytes([65 + INDEX]) * size)
     assert found == [bytes([65 + i]) * size for i in range(COUNT)]
-kept = processes.distributed.global_state.client.key_value_dir_get_bytes("shardjax/")
-assert len(kept) <= 2 * COUNT, [key for key, _ in kept]  # of past rounds nothing
+kept = processes.service.get_all("shardjax/")
+assert len(kept) <= 2 * COUNT, kept  # of past rounds nothing
 begun, rounds = time.perf_counter(), 50
 for _ in range(rounds):
     channel.exchange(b"x" * 100)
@@ -64,12 +66,9 @@ if INDEX == 0:
     except processes.ChannelClosed:
         pass
 
-mesh = jax.make_mesh((jax.device_count(),), ("x",))
-sharding = jax.NamedSharding(mesh, jax.P("x"))
-x = jax.make_array_from_callback((8,), sharding, lambda at: np.arange(8.0)[at])
-total = float(jax.jit(lambda x: x.sum(), out_shardings=jax.NamedSharding(mesh, jax.P()))(x))
+sum_of_all = total()
 processes.barrier("end")
-names = "total took refused differs again timed_out closing"
+names = "sum_of_all took refused differs again timed_out closing"
 print(json.dumps({name: globals().get(name) for name in names.split()}))
 """
 
@@ -80,7 +79,7 @@ def test_processes_tell_each_other_things(count, devices):
     ended = run_cluster(TALK, count, devices)
     for process in ended:
         found = json.loads(process.last)  # whatever Gloo wrote before
-        assert found["total"] == 28
+        assert found["sum_of_all"] == 276
         assert found["took"] < 200
         assert "has not used before, got 'talk'" in found["refused"]
         differs = found["differs"]
@@ -105,7 +104,7 @@ def _meet(*runs, timeout=1.0):
 
     def meet(number, count, index):
         try:
-            processes._Run("localhost", port, count, index, timeout).meet()
+            Meeting("localhost", port, count, index, timeout).meet()
             found[number] = "met"
         except (OSError, ValueError) as error:
             found[number] = f"{type(error).__name__} {error}"
@@ -144,6 +143,86 @@ def test_numbers_that_do_not_fit_are_named():
     _, found = _meet((3, 0), (2, 1), timeout=5.0)
     for text in found:
         assert "ValueError process 1 has `num_processes` 2, process 0 3" in text
+
+
+WATCH = """
+case = sys.argv[5]
+start(heartbeat=3)
+channel = processes.Channel("talk", timeout=60)
+def say(text):
+    print(text, flush=True)
+with processes.watch():
+    assert total() == 276
+    processes.barrier("ready")
+    say("ready")
+    if case == "code":
+        raise SystemExit(5)
+    if case == "error" and INDEX == 1:
+        raise KeyError("the reason")
+    if case == "message" and INDEX == 0:
+        raise SystemExit("another reason")
+    if case in ("collective", "error"):
+        while INDEX != COUNT - 1 or case == "collective":
+            total()
+    if case == "exchange" and INDEX:
+        channel.exchange(b"")
+    if case != "end":
+        time.sleep(100)
+    time.sleep(INDEX)
+say("end")
+"""
+
+CASES = {"collective": 2, "exchange": 2, "host": 2, "stopped": 2, "frozen": 2}
+CASES |= {"error": 3, "message": 2, "code": 2, "end": 2}
+
+
+@pytest.mark.multiprocess
+def test_no_process_waits_for_one_that_is_gone():
+    commands, first = [], {}
+    for case, count in CASES.items():
+        first[case] = len(commands)
+        commands += [[*c, case] for c in python_commands(WATCH, count)]
+    with cluster(commands) as running:
+        for number in range(len(commands)):
+            running.wait_for(number, "ready")
+
+        def send(case, index, what):
+            running.processes[first[case] + index].send_signal(what)
+
+        begun = time.monotonic()
+        send("collective", 1, signal.SIGKILL)
+        send("exchange", 0, signal.SIGKILL)
+        send("host", 1, signal.SIGKILL)
+        send("stopped", 0, signal.SIGSTOP)
+        send("frozen", 1, signal.SIGSTOP)
+        last = {first["stopped"], first["frozen"] + 1}
+        ended = running.wait(60, without=last)
+        took = time.monotonic() - begun
+    print("seconds until all had ended:", took)
+    assert took < 40
+
+    def check(case, index, rc, *words):
+        process = ended[first[case] + index]
+        assert process.rc == rc, (case, index, process)
+        for word in words:
+            assert word in process.stderr, (case, index, process.stderr)
+        return process
+
+    again = "Start the same command in all processes again"
+    silent = "process 1 has given no sign of life for more than 1.5 seconds"
+    check("collective", 0, 76, "process 0 of 2 ends", silent, again, "Gloo")
+    check("exchange", 1, 76, "process 0, whose service all need, is gone", again)
+    check("host", 0, 76, silent, again)
+    check("stopped", 1, 76, "process 0 has given no sign of life", again)
+    check("frozen", 0, 76, silent, again)
+    check("error", 1, 1, "KeyError: 'the reason'", "Traceback")
+    for index in (0, 2):
+        check("error", index, 76, "process 1 has failed: KeyError: 'the reason'")
+    check("message", 0, 1, "another reason")
+    check("message", 1, 76, "process 0 has failed: another reason")
+    for index in range(2):
+        check("code", index, 5)
+        assert check("end", index, 0).last == "end"
 
 
 @pytest.mark.parametrize(
@@ -201,4 +280,4 @@ def test_a_port_in_use_is_named():
         with pytest.raises(
             OSError, match=f"cannot listen .* localhost:{port}, tried for 1"
         ):
-            processes._Run("localhost", port, 2, 0, 1.0).meet()
+            Meeting("localhost", port, 2, 0, 1.0).meet()
