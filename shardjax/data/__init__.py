@@ -14,10 +14,16 @@ from shardjax.data.hashing import (
 from shardjax.data.iterable import from_dicts as from_dicts
 from shardjax.data.libsvm_files import libsvm as libsvm
 from shardjax.data.loader import Loader as Loader
+from shardjax.data.permutation import Permutation as Permutation
 from shardjax.data.schedule import Balance as Balance, BlockSchedule as BlockSchedule
+from shardjax.data.share import Part as Part, Share as Share, share_of as share_of
 from shardjax.data.shuffling import rebatch as rebatch, shuffle as shuffle
 from shardjax.data.slot_files import slots as slots
-from shardjax.data.source import InMemory as InMemory, Source as Source
+from shardjax.data.source import (
+    Indexable as Indexable,
+    InMemory as InMemory,
+    Source as Source,
+)
 from shardjax.data.split import (
     count_rows as count_rows,
     row_range as row_range,

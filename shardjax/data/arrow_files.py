@@ -3,21 +3,18 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import Literal, NamedTuple, Unpack
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardjax.data.arrow_types import values_of
+from shardjax.data.arrow_rows import ArrowRows
+from shardjax.data.arrow_schema import check_schema
 from shardjax.data.batch import Batch
-from shardjax.data.columns import (
-    Columns,
-    TableOptions,
-    check_names,
-    infer_columns,
-)
+from shardjax.data.columns import Columns, TableOptions, infer_columns
 from shardjax.data.files import Paths, find_files, map_in_order, open_bytes
 from shardjax.data.rows import ArrowColumn, make_batch
 from shardjax.data.source import OnBadLine, check_on_bad_line
@@ -25,6 +22,7 @@ from shardjax.data.source import OnBadLine, check_on_bad_line
 CHUNK_ROWS = 32_768
 """How many rows make a chunk, if not said otherwise."""
 
+_ROWS_AT_ONCE = 1 << 20
 _IPC_FILE_MAGIC = b"ARROW1"
 
 
@@ -185,6 +183,53 @@ class ArrowSource:
         )
 
 
+@dataclass(frozen=True)
+class IndexedArrowSource(ArrowSource):
+    """Files whose rows can be had by number: an `Indexable` source.
+
+    `parquet` and `arrow` make it where no bad rows are to be skipped, which would change
+    the numbers, and files are not streams. See `shardjax.data.arrow_rows` for its costs.
+    """
+
+    @property
+    def rows_at_once(self) -> int:
+        """Many, as row groups are decoded as a whole."""
+        return _ROWS_AT_ONCE
+
+    def row_count(self) -> int:
+        """Gives the number of rows, as the files say; reads no rows."""
+        return self._rows.count
+
+    def chunk_sizes(self) -> Iterator[int]:
+        """Gives the number of rows of each chunk, as the files say.
+
+        Yields:
+          `chunk_rows`, and what remains at the end of each row group or record batch.
+        """
+        for rows in self._rows.group_sizes():
+            for start in range(0, rows, self.chunk_rows):
+                yield min(self.chunk_rows, rows - start)
+
+    def take(self, index: np.ndarray) -> Batch:
+        """Gives rows by number, in the order asked for.
+
+        Args:
+          index: integers [n], each at least 0 and below `row_count()`.
+
+        Returns:
+          A batch of n rows.
+
+        Raises:
+          IndexError: if there is no such row.
+          ValueError: if a row is bad, or a file cannot be read.
+        """
+        return self._rows.take(index)
+
+    @cached_property
+    def _rows(self) -> ArrowRows:
+        return ArrowRows(self.files, self.columns, self.format, self.threads > 1)
+
+
 class _Group(NamedTuple):
     """Rows that are stored together: how many, and a way to read them in chunks."""
 
@@ -210,8 +255,19 @@ def _make_source(format, paths, on_bad_line, chunk_rows, threads, options):
             f"there must be a row to infer columns from, got none in {files}"
         )
     columns = infer_columns(sample, **options)
-    _check_schema(path, sample.schema, columns)
-    return ArrowSource(files, columns, format, on_bad_line, chunk_rows, threads)
+    check_schema(path, sample.schema, columns)
+    indexed = on_bad_line == "error" and (format == "parquet" or _are_files(files))
+    kind = IndexedArrowSource if indexed else ArrowSource
+    return kind(files, columns, format, on_bad_line, chunk_rows, threads)
+
+
+def _are_files(paths: tuple[str, ...]) -> bool:
+    """Whether none of these is in the stream format."""
+    for path in paths:
+        with open(path, "rb") as file:
+            if file.read(len(_IPC_FILE_MAGIC)) != _IPC_FILE_MAGIC:
+                return False
+    return True
 
 
 def _groups(
@@ -237,7 +293,7 @@ def _parquet_groups(path, chunk_rows, use_threads, columns) -> Iterator[_Group]:
     with pq.ParquetFile(path, memory_map=True) as file:
         names = None
         if columns is not None:
-            _check_schema(path, file.schema_arrow, columns)
+            check_schema(path, file.schema_arrow, columns)
             names = list(columns.used)
         for at in range(file.num_row_groups):
             yield _Group(
@@ -265,7 +321,7 @@ def _ipc_groups(path, chunk_rows, use_threads, columns) -> Iterator[_Group]:
         schema = open_ipc(file).schema
         fields = None
         if columns is not None:
-            _check_schema(path, schema, columns)
+            check_schema(path, schema, columns)
             fields = sorted(map(schema.get_field_index, columns.used))
         file.seek(0)
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=use_threads)
@@ -281,35 +337,3 @@ def _ipc_groups(path, chunk_rows, use_threads, columns) -> Iterator[_Group]:
 
 def _cut(batch: pa.RecordBatch, chunk_rows: int) -> Iterator[pa.RecordBatch]:
     return (batch.slice(at, chunk_rows) for at in range(0, batch.num_rows, chunk_rows))
-
-
-def _check_schema(path: str, schema: pa.Schema, columns: Columns) -> None:
-    """Refuses columns that are not there, cannot be read, or would give other keys."""
-    check_names(path, schema.names, columns)
-    for column in columns.columns:
-        if column.name not in columns.used:
-            continue
-        values = values_of(schema.field(column.name).type)
-        is_bag = column.kind == "bag"
-        plain = values.removeprefix("list of ") if is_bag else values
-        if plain not in ("integer", "number", "boolean", "text", "nothing"):
-            holds = {"bag": "lists of keys or keys", "categorical": "keys"}
-            raise TypeError(
-                f"{path}: column {column.name!r} is to be {column.kind}, so it must"
-                f" hold {holds.get(column.kind, 'numbers')}, got {values}. Drop it or"
-                " convert it."
-            )
-        is_keyed = (
-            is_bag or column.kind == "categorical" or column.name == columns.group
-        )
-        if is_keyed and _key_rule(values) != _key_rule(column.values):
-            if "nothing" not in values + column.values:
-                raise TypeError(
-                    f"{path}: column {column.name!r} must hold {column.values} as in"
-                    f" the first file, got {values}: equal ids would get unequal keys"
-                )
-
-
-def _key_rule(values: str) -> str:
-    """What decides the key of a value: its text, or the number itself."""
-    return "text" if values.endswith("text") else "number"

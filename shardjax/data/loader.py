@@ -16,19 +16,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from shardjax.data.shuffling import (
-    Position,
-    check_count,
-    chunk_pieces,
-    cut,
-    shuffled_pieces,
+from shardjax.data.order import (
+    Shuffle,
+    check_share,
+    check_shuffle,
+    epoch_pieces,
+    read_parts,
+    reads_numbers,
 )
+from shardjax.data.share import Share
+from shardjax.data.shuffling import Position, check_count, cut
 from shardjax.data.source import Source
 from shardjax.errands import Errand
 
 T = TypeVar("T")
 
-_PIECE_ROWS = 8192  # rows to put into order at once, for small batches
 _READ_AHEAD = 2  # batches between the two threads: one in hand, one ready
 _MEANWHILE = 0.001  # seconds between two calls of `meanwhile`
 
@@ -53,7 +55,15 @@ class Loader(Generic[T]):
       batch_size: rows of each batch; the last batch of an epoch may have fewer.
       shuffle_seed: seed of the order of the rows, another one in each epoch; None for
         the order of the source.
-      shuffle_rows: rows of a shuffling window, see `shardjax.data.shuffling`.
+      shuffle_rows: rows of a shuffling window, see `shardjax.data.shuffling`; with
+        shuffle="global", how many rows to read at once at most, for which files have to
+        be read so many times fewer.
+      shuffle: "window" moves rows within windows of chunks; "global" to any place of the
+        epoch, for sources that are `Indexable`.
+      share: gives this process's part of each batch, a `Part`, in place of a Batch;
+        `batch_size` is that of all processes. Batches and states do not depend on how
+        many processes there are. Where the source is `Indexable` and knows its chunks'
+        sizes, no process reads rows that are not its own.
       map: called on every batch in the order of the batches; what it returns is what
         the loop gets.
       window: with it, `map` is called on lists of so many batches that follow one another
@@ -80,14 +90,21 @@ class Loader(Generic[T]):
       dropped_rows: how many rows `drop_last` has left out.
 
     Raises:
-      TypeError: if a number is not an integer.
+      TypeError: if a number is not an integer, `share` is no Share, or the source is not
+        `Indexable` with shuffle="global".
       ValueError: if a number is out of range.
 
     Example:
-      >>> from shardjax.data import Synthetic
+      >>> from shardjax.data import Share, Synthetic
       >>> loader = Loader(Synthetic(rows=1000), batch_size=400)
       >>> [batch.size for batch in loader], loader.epoch
       ([400, 400, 200], 1)
+      >>> share = Share(process=1, processes=2)
+      >>> parts = Loader(
+      ...     Synthetic(rows=1000), 400, shuffle_seed=0, shuffle="global", share=share
+      ... )
+      >>> [(part.first_row, part.batch.size, part.global_rows) for part in parts]
+      [(200, 200, 400), (200, 200, 400), (200, 0, 200)]
     """
 
     def __init__(
@@ -97,6 +114,8 @@ class Loader(Generic[T]):
         *,
         shuffle_seed: int | None = None,
         shuffle_rows: int = 262_144,
+        shuffle: Shuffle = "window",
+        share: Share | None = None,
         map: Callable[[Any], Any] | None = None,
         window: int | None = None,
         stream: Callable[[Iterator[list[Any]]], Iterator[Any]] | None = None,
@@ -109,6 +128,9 @@ class Loader(Generic[T]):
         check_count("prefetch", prefetch)
         if shuffle_seed is not None:
             check_count("shuffle_seed", shuffle_seed, least=0)
+        check_shuffle(shuffle, shuffle_seed, source)
+        if share is not None:
+            check_share(share, source, shuffle)
         if window is not None:
             check_count("window", window)
             if map is None and stream is None:
@@ -124,6 +146,8 @@ class Loader(Generic[T]):
         self.batch_size = batch_size
         self.shuffle_seed = shuffle_seed
         self.shuffle_rows = shuffle_rows
+        self.shuffle: Shuffle = shuffle
+        self.share = share
         self.prefetch = prefetch
         self.drop_last = drop_last
         self.window = window
@@ -161,7 +185,7 @@ class Loader(Generic[T]):
         self._check_idle("skip the epoch")
         self._next_epoch()
 
-    def get_state(self) -> dict[str, int | bool | None]:
+    def get_state(self) -> dict[str, int | bool | str | None]:
         """Says what the consumer has received, for `set_state`.
 
         Returns:
@@ -211,6 +235,11 @@ class Loader(Generic[T]):
         """
         self._check_idle("set the state")
         expected = self.get_state()
+        if (was := state.get("shuffle", "window")) != self.shuffle:
+            raise ValueError(
+                f"`shuffle` must be what it was when the loader's state was taken,"
+                f" {was!r}, got {self.shuffle!r}. Make the loader with shuffle={was!r}."
+            )
         missing = sorted(expected.keys() - state.keys())
         unknown = sorted(state.keys() - expected.keys())
         if missing or unknown:
@@ -239,14 +268,17 @@ class Loader(Generic[T]):
             counts["chunk"], counts["row"], counts["chunk_bad_lines"]
         )
 
-    def _settings(self) -> dict[str, int | bool | None]:
+    def _settings(self) -> dict[str, int | bool | str | None]:
         """What determines which rows make up which batch."""
-        return {
+        windows = self.shuffle_seed is not None and self.shuffle == "window"
+        settings = {
             "batch_size": self.batch_size,
             "shuffle_seed": self.shuffle_seed,
-            "shuffle_rows": None if self.shuffle_seed is None else self.shuffle_rows,
+            "shuffle_rows": self.shuffle_rows if windows else None,
             "drop_last": self.drop_last,
         }
+        # Not there for windows: states that were saved before do not have it.
+        return settings | ({"shuffle": "global"} if self.shuffle == "global" else {})
 
     def _check_idle(self, what: str) -> None:
         if self._running:
@@ -263,19 +295,17 @@ class Loader(Generic[T]):
 
     def _read(self) -> Iterator["_Ready"]:
         """The batches from the present position on; runs in the reading thread."""
-        start = self._position
-        chunks = self.source.chunks(start.chunk)
-        if self.shuffle_seed is None:
-            pieces = chunk_pieces(chunks, start)
-        else:
-            pieces = shuffled_pieces(
-                chunks,
-                self.shuffle_rows,
-                self.shuffle_seed,
-                self.epoch,
-                self.batch_size * max(1, _PIECE_ROWS // self.batch_size),
-                start,
-            )
+        numbers = reads_numbers(self.source, self.shuffle, self.share)
+        pieces = epoch_pieces(
+            self.source,
+            self.shuffle,
+            self.shuffle_seed,
+            self.epoch,
+            self.shuffle_rows,
+            self.batch_size,
+            self._position,
+            numbers,
+        )
         rows, bad_lines = 0, self._epoch_bad_lines
 
         def counted():
@@ -286,9 +316,22 @@ class Loader(Generic[T]):
                 yield piece
 
         given, seen = 0, self._epoch_bad_lines
-        for batch, after, upto in cut(counted(), self.batch_size, self.drop_last):
-            given += batch.size
-            batch, seen = replace(batch, bad_lines=upto - seen), upto
+
+        def whole():
+            nonlocal seen
+            for batch, after, upto in cut(counted(), self.batch_size, self.drop_last):
+                batch, seen = replace(batch, bad_lines=upto - seen), upto
+                yield batch, after, upto
+
+        for batch, size, after, upto in read_parts(
+            whole(),
+            self.source,
+            self.share,
+            self.batch_size,
+            self.shuffle_rows,
+            numbers,
+        ):
+            given += size
             yield _Ready(batch, after, upto)
         if given == 0 and self.batches == 0:
             rule = f" with drop_last=True and batch_size={self.batch_size}" * (rows > 0)

@@ -5,9 +5,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from shardjax.data.batch import Batch
+from shardjax.data.permutation import check_rows
 from shardjax.data.shuffling import check_count
-from shardjax.data.source import Source
+from shardjax.data.source import Indexable, Source
 
 
 @runtime_checkable
@@ -135,6 +138,47 @@ class RowRange:
             )
 
 
+@dataclass(frozen=True)
+class IndexableRange(RowRange):
+    """A range of the rows of an `Indexable` source; `row_range` makes it.
+
+    Example:
+      >>> from shardjax.data import Synthetic
+      >>> rows = row_range(Synthetic(rows=100), 30, 90)
+      >>> rows.row_count(), rows.take([59, 0]).size
+      (60, 2)
+    """
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows a `take` should ask for."""
+        return self._indexable.rows_at_once
+
+    def row_count(self) -> int:
+        """Gives the number of rows."""
+        stop = self._indexable.row_count() if self.stop is None else self.stop
+        return max(0, stop - self.start)
+
+    def take(self, index: np.ndarray) -> Batch:
+        """Gives rows by number, in the order asked for.
+
+        Args:
+          index: integers [n], counted from `start`.
+
+        Returns:
+          A batch of n rows.
+
+        Raises:
+          IndexError: if there is no such row in the range.
+        """
+        return self._indexable.take(check_rows(index, self.row_count()) + self.start)
+
+    @property
+    def _indexable(self) -> Indexable:
+        assert isinstance(self.source, Indexable)
+        return self.source
+
+
 def count_rows(source: Source) -> int:
     """Counts the rows of a source, by a pass over it if there is no other way.
 
@@ -149,6 +193,8 @@ def count_rows(source: Source) -> int:
       >>> count_rows(Synthetic(rows=100))
       100
     """
+    if isinstance(source, Indexable):
+        return source.row_count()
     if not isinstance(source, RowRange):
         return _Begins.of(source).last
     if source.stop is not None:
@@ -167,7 +213,7 @@ def row_range(source: Source, start: int, stop: int | None = None) -> RowRange:
       stop: one past the last row; None for all rows there are.
 
     Returns:
-      A source of these rows.
+      A source of these rows; `Indexable` if `source` is.
 
     Raises:
       TypeError: if a row number is not an integer.
@@ -179,7 +225,7 @@ def row_range(source: Source, start: int, stop: int | None = None) -> RowRange:
       60
     """
     known = _Begins.of(source) if isinstance(source, SizedSource) else _Begins()
-    return RowRange(source, start, stop, known)
+    return _range_of(source)(source, start, stop, known)
 
 
 def split_rows(source: Source, eval_fraction: float) -> tuple[RowRange, RowRange]:
@@ -218,7 +264,9 @@ def split_rows(source: Source, eval_fraction: float) -> tuple[RowRange, RowRange
             f" {eval_fraction} of {rows} rows, which makes {rows - n_eval} and {n_eval}"
         )
     middle = rows - n_eval
-    return (
-        RowRange(source, 0, middle, begins),
-        RowRange(source, middle, None, begins),
-    )
+    kind = _range_of(source)
+    return kind(source, 0, middle, begins), kind(source, middle, None, begins)
+
+
+def _range_of(source: Source) -> type[RowRange]:
+    return IndexableRange if isinstance(source, Indexable) else RowRange

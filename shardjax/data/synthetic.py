@@ -25,7 +25,9 @@ import numba
 import numpy as np
 
 from shardjax.data.batch import Batch
+from shardjax.data.permutation import check_rows
 from shardjax.data.shuffling import check_count
+from shardjax.data.source import ROWS_AT_ONCE
 
 _VOCABULARY = (50, 100, 100, 200, 500, 1000, 2000, 5000)
 _CALIBRATION_ROWS = 65_536
@@ -50,7 +52,7 @@ class _Planted:
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Rows of clicks drawn from a planted model; a `Source`.
+    """Rows of clicks drawn from a planted model; an `Indexable` source.
 
     The features are named `id_0`, `id_1`, ... and have one key per row.
 
@@ -173,6 +175,36 @@ class Synthetic:
         labels, dense, keys, _ = self._draw(start, stop)
         return Batch(labels, dense, keys, self.feature_names)
 
+    @property
+    def rows_at_once(self) -> int:
+        """Few: each row is drawn by itself."""
+        return ROWS_AT_ONCE
+
+    def row_count(self) -> int:
+        """Gives the number of rows."""
+        return self.rows
+
+    def take(self, index: np.ndarray) -> Batch:
+        """Draws rows by number, in the order asked for.
+
+        Args:
+          index: integers [n], each at least 0 and below `rows`.
+
+        Returns:
+          A batch of n rows.
+
+        Raises:
+          IndexError: if there is no such row.
+
+        Example:
+          >>> source = Synthetic(rows=100)
+          >>> bool((source.take([7, 3]).fixed[:, 0] == source.read(7, 8).fixed[:, 0]).all())
+          True
+        """
+        index = check_rows(index, self.rows)
+        labels, dense, keys, _ = self._sample(index)
+        return Batch(labels, dense, keys, self.feature_names)
+
     def logits(self, start: int, stop: int) -> np.ndarray:
         """Gives the true logits of rows start to stop.
 
@@ -230,9 +262,10 @@ class Synthetic:
                 f"rows must satisfy 0 <= start <= stop <= {self.rows}, got {start} and"
                 f" {stop}"
             )
-        return _sample(
-            self._planted, self.zipf, self.seed, start, stop, self.hashed_keys
-        )
+        return self._sample(np.arange(start, stop))
+
+    def _sample(self, index: np.ndarray):
+        return _sample(self._planted, self.zipf, self.seed, index, self.hashed_keys)
 
     @cached_property
     def _planted(self) -> _Planted:
@@ -249,15 +282,19 @@ class Synthetic:
             square=random.normal(0, 0.15, self.n_dense),
         )
         *_, logits = _sample(
-            planted, self.zipf, _CALIBRATION_SEED, 0, _CALIBRATION_ROWS, False
+            planted,
+            self.zipf,
+            _CALIBRATION_SEED,
+            np.arange(_CALIBRATION_ROWS),
+            False,
         )
         bias, scale = _calibrate(logits, self.click_rate, self.auc)
         return _Planted(**{**vars(planted), "bias": bias, "scale": scale})
 
 
-def _sample(planted, zipf, seed, start, stop, hashed_keys):
+def _sample(planted, zipf, seed, index, hashed_keys):
     """Draws labels [n], dense [n, n_dense], keys [n_categorical, n] and logits [n]."""
-    rows = stop - start
+    rows = len(index)
     labels = np.empty(rows, np.float32)
     dense = np.empty((rows, len(planted.linear)), np.float32)
     keys = np.empty((len(planted.sizes), rows), np.uint64)
@@ -278,7 +315,7 @@ def _sample(planted, zipf, seed, start, stop, hashed_keys):
         planted.scale,
         zipf,
         np.uint64(seed),
-        start,
+        index,
         hashed_keys,
     )
     return labels, dense, keys, logits
@@ -323,7 +360,7 @@ def _fill(
     scale,
     zipf,
     seed,
-    start,
+    index,
     hashed_keys,
 ):
     n_categorical = len(sizes)
@@ -333,7 +370,7 @@ def _fill(
     stream = _mix(seed)
     for row in range(len(labels)):
         # The draws of a row are the SplitMix64 sequence that starts at its own state.
-        state = _mix(stream ^ np.uint64(start + row))
+        state = _mix(stream ^ np.uint64(index[row]))
         logit = 0.0
         for f in range(n_categorical):
             state += _GOLDEN
