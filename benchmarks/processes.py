@@ -174,11 +174,11 @@ def model(devices: int, per_device: int, rows: int, params: int) -> dict:
     return {
         "devices": devices,
         "batch": batch,
-        "remote_rows": round(remote),
-        "least_MB": round(least / 1e6, 3),
+        "remote_rows": round(float(remote)),
+        "least_MB": round(float(least) / 1e6, 3),
         "keys_MB": round(keys / 1e6, 3),
         "rows_MB": round(moved / 1e6, 3),
-        "ratio": round((keys + moved) / least, 3),
+        "ratio": round(float((keys + moved) / least), 3),
         "dense_MB": round(2 * params * 4 * others / devices / 1e6, 3),
     }
 

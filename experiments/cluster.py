@@ -12,6 +12,7 @@ import jax
 import shardjax as sj
 from experiments.checkpoints import resumes
 from shardjax import processes
+from shardjax.data import Share
 
 C = TypeVar("C", bound="ProcessConfig")
 
@@ -32,6 +33,14 @@ class ProcessConfig:
 def is_first() -> bool:
     """Whether this process is the one that prints and writes."""
     return processes.process_index() == 0
+
+
+def share(mesh: Any) -> Share | None:
+    """Which part of each batch this process reads; None if it is the only one."""
+    count = processes.process_count()
+    if count == 1:
+        return None
+    return Share(processes.process_index(), count, mesh.size // count)
 
 
 @contextmanager

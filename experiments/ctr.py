@@ -29,7 +29,7 @@ from experiments.checkpoints import (
     check_resume,
     resumes,
 )
-from experiments.cluster import ProcessConfig, is_first, joined
+from experiments.cluster import ProcessConfig, is_first, joined, share
 from experiments.data import DataConfig, Opened, open_data
 from experiments.optimizers import ROW_OPTIMIZERS as ROW_OPTIMIZERS, OptimConfig
 from experiments.output import (
@@ -201,6 +201,8 @@ def run(config: Config) -> dict[str, Any]:
         data.train,
         config.batch_size,
         shuffle_seed=config.data.shuffle_seed,
+        shuffle="global" if config.data.shuffle_all else "window",
+        share=share(mesh),
         stream=train.prepare_stream(collection, train=True, check=checked),
         window=config.storage.window,
         meanwhile=pace.look,
@@ -466,6 +468,7 @@ def evaluate(config, data: Opened, collection, state, step, users) -> dict[str, 
     loader = Loader(
         data.eval,
         config.eval_batch_size,
+        share=share(collection.mesh),
         stream=train.prepare_stream(
             collection, train=False, groups=users, check=checked
         ),

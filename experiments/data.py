@@ -35,6 +35,9 @@ class DataConfig:
     """Share of the rows, the last ones in file order, to evaluate on; 0 for none."""
     shuffle: str = "0"
     """Seed of the order of the training rows, or none for the order of the files."""
+    shuffle_all: bool = False
+    """Any training row may come at any place of an epoch: for Parquet, Arrow, synthetic rows
+    and those in memory; else rows move within windows of some 260,000."""
     in_memory: bool = False
     """Keep the rows in memory instead of reading the files in every epoch."""
     dense: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardjax.data.share import Part
 from shardjax.embed import EmbeddingCollection, Index
 from shardjax.embed.joint import JointBatch
 from shardjax.embed.layout import Layout, pack
@@ -166,6 +167,9 @@ def _own_part(
     collection: EmbeddingCollection, batch: Any, train: bool
 ) -> tuple[Any, int]:
     """This process's examples of a batch of all, and examples per device."""
+    if isinstance(batch, Part):
+        size = batch.examples * collection.devices
+        return batch.batch, collection.examples_per_device(size, train=train)
     examples = collection.examples_per_device(len(batch.labels), train=train)
     span = collection.span
     start = min(span.first * examples, len(batch.labels))
@@ -183,8 +187,9 @@ def prepare_stream(
     """Makes what prepares batches ahead, in one process or several.
 
     Give it to a `shardjax.data.Loader` as `stream=`, with `window=` how many batches'
-    rows shall be on the devices together. Where there are several processes, each reads the
-    same batches and prepares the examples of its own devices.
+    rows shall be on the devices together. Where there are several processes, each prepares
+    the examples of its own devices: the `Part` that a Loader with `share=` gives it, or its
+    part of batches that all processes read.
 
     Args:
       collection: the tables.

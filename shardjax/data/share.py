@@ -47,6 +47,10 @@ class Share:
         check_process(self.process, self.processes)
         check_count("devices", self.devices)
 
+    def examples(self, batch_size: int) -> int:
+        """Rows of a batch that each device has, of a short batch perhaps fewer."""
+        return -(-batch_size // (self.processes * self.devices))
+
     def rows(self, batch_size: int, size: int) -> tuple[int, int]:
         """Says which rows of a batch are this process's.
 
@@ -57,7 +61,7 @@ class Share:
         Returns:
           The first row and one past the last.
         """
-        each = self.devices * -(-batch_size // (self.processes * self.devices))
+        each = self.devices * self.examples(batch_size)
         return min(self.process * each, size), min((self.process + 1) * each, size)
 
 
@@ -69,6 +73,7 @@ class Part:
       batch: the rows; there may be none.
       global_rows: how many rows the whole batch has.
       first_row: the number of the first row of `batch` in the whole one.
+      examples: rows that each device has, of a short batch perhaps fewer.
 
     Example:
       >>> import numpy as np
@@ -81,6 +86,7 @@ class Part:
     batch: Batch
     global_rows: int
     first_row: int
+    examples: int
 
     @staticmethod
     def of(batch: Batch, share: Share, batch_size: int) -> "Part":
@@ -95,7 +101,8 @@ class Part:
           The part.
         """
         start, stop = share.rows(batch_size, batch.size)
-        return Part(batch.slice(start, stop), batch.size, start)
+        examples = share.examples(batch_size)
+        return Part(batch.slice(start, stop), batch.size, start, examples)
 
 
 def share_of(source: Source, process: int, processes: int) -> Source:
