@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ class ProcessConfig:
     """How many processes the run has; the mesh spans the devices of all."""
     process_id: int | None = None
     """The number of this process, from 0."""
+    heartbeat: float = 20.0
+    """Seconds without a sign of life after which a process counts as dead; the others then end
+    within as many again."""
 
 
 def is_first() -> bool:
@@ -43,6 +48,15 @@ def share(mesh: Any) -> Share | None:
     return Share(processes.process_index(), count, mesh.size // count)
 
 
+def _reserve_stdout() -> None:
+    """Keeps stdout for what this program prints: collectives on CPUs write to it that they
+    are connected, which goes to stderr from now on."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(own, "w", buffering=1)
+
+
 @contextmanager
 def joined(config: C) -> Iterator[C]:
     """A context in which this process has joined the others, and has its devices.
@@ -53,15 +67,22 @@ def joined(config: C) -> Iterator[C]:
     Yields:
       What this process goes by: only the first one has a folder to write to.
 
+    Where there are several processes, none of them waits for one that is gone or has failed:
+    see `processes.watch`.
+
     Raises:
       ValueError: if the processes have been started with different options or versions, or
         the mesh cannot be divided among them.
     """
     found: Any = config
     processes.start_processes(
-        config.coordinator, config.num_processes, config.process_id
+        config.coordinator,
+        config.num_processes,
+        config.process_id,
+        heartbeat=config.heartbeat,
     )
     if processes.process_count() > 1:
+        _reserve_stdout()
         facts = {
             "config": {
                 name: value
@@ -73,8 +94,15 @@ def joined(config: C) -> Iterator[C]:
         }
         processes.check_agreement(facts)
     sj.ensure_devices(found.mesh)
+    several = processes.process_count() > 1
     if not is_first():
         for ours in ("experiments", "shardjax"):
             logging.getLogger(ours).setLevel(logging.WARNING)
         found = dataclasses.replace(found, out=None, profile=None)
-    yield found
+    with processes.watch():
+        try:
+            yield found
+        except (OSError, ValueError) as error:  # what the user can mend
+            if not several:
+                raise
+            raise SystemExit(f"process {processes.process_index()}: {error}") from None
