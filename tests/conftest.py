@@ -1,6 +1,7 @@
 """Set-up of the whole suite: 8 simulated CPU devices, strict JAX, no leaks."""
 
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -20,23 +21,61 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Many tests compile the same program: keep what took long to compile until the run ends.
 _programs = tempfile.TemporaryDirectory(prefix="shardjax-programs-")
 jax.config.update("jax_compilation_cache_dir", _programs.name)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+# What the compiler is told here and not by users: see `pytest_configure`.
+_in_short: dict[str, str | bool] = {}
 
 
 def pytest_configure(config):
     """Programs run a few times here, so LLVM need not optimize them: their HLO is the
-    same, and they are ready in half the time. But not those of modules that use
-    `optimized`, nor of processes that tests start."""
+    same, and they are ready in half the time. Without the emitters of fusions they are
+    ready in a third of that, but their HLO is another (a scatter becomes a loop). Not so
+    the programs of modules that use `fused` or `optimized`, and of processes that tests
+    start; and none at all with `--all-combinations`."""
     if not config.getoption("--all-combinations"):
         jax.config.update("jax_disable_most_optimizations", True)
+        _tell_compiler(xla_cpu_use_fusion_emitters=False)
+
+
+def _tell_compiler(**options):
+    """Options for each program, which JAX takes per call of `compile` alone. A JAX or XLA
+    that takes them no more only makes the suite slower."""
+    compiler = sys.modules.get("jax._src.compiler")
+    made_by_jax = getattr(compiler, "get_compile_options", None)
+    try:
+        jax.jit(lambda: 0).lower().compile(options)
+    except (RuntimeError, ValueError):
+        made_by_jax = None
+    if made_by_jax is None:
+        return
+
+    def get_compile_options(*args, env_options_overrides=None, **kwargs):
+        asked = _in_short | (env_options_overrides or {})  # what a call asks for wins
+        return made_by_jax(*args, env_options_overrides=asked, **kwargs)
+
+    setattr(compiler, "get_compile_options", get_compile_options)  # noqa: B010
+    _in_short.update(options)
 
 
 @pytest.fixture(scope="module")
-def optimized():
+def fused():
+    """Gives the programs of a module the HLO of those of users: for tests that read it, how
+    much memory it needs, or each bit of programs that differ."""
+    options = dict(_in_short)
+    jax.clear_caches()
+    _in_short.clear()
+    yield
+    jax.clear_caches()
+    _in_short.update(options)
+
+
+@pytest.fixture(scope="module")
+def optimized(fused):
     """Compiles the programs of a module as those of users: for what two programs that
     are compiled in another way need not have in common, such as each bit."""
     fast = jax.config.read("jax_disable_most_optimizations")
-    jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.clear_caches()

@@ -193,8 +193,9 @@ def test_sigterm_saves_and_ends_with_its_code_and_the_same_command_goes_on(tmp_p
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 800
 
 
-def test_a_run_that_is_to_be_shorter_or_other_than_it_was(tmp_path, caplog):
-    config = LM | {"mesh": "1x1", "steps": 4, "checkpoint": {"dir": tmp_path / "steps"}}
+def test_a_run_that_is_to_be_shorter_or_other_than_it_was(text, tmp_path, caplog):
+    config = LM | {"data": text, "mesh": "1x1", "steps": 4}
+    config |= {"checkpoint": {"dir": tmp_path / "steps"}}
     lm.main(lm.from_anything(config))
     with pytest.raises(ValueError, match="ask for 3 steps, and the run .* has taken 4"):
         lm.main(lm.from_anything(config | {"steps": 3}))

@@ -24,6 +24,8 @@ from shardjax.state import init_state
 from shardjax.train import make_eval_step, make_train_step, prepare
 from tests.helpers import collectives
 
+pytestmark = pytest.mark.usefixtures("fused")
+
 SLOTS = 7919  # a size that no other array has
 BATCH = 16
 

@@ -21,6 +21,7 @@ from shardjax.embed import (
     rowwise_adagrad,
     uniform,
 )
+from shardjax.embed.moves import WriteBack
 from shardjax.mesh import make_mesh
 from shardjax.network import Network
 from shardjax.state import init_state, stack_metrics
@@ -482,7 +483,10 @@ def test_a_closed_collection_leaves_the_folder_to_others(tmp_path):
 
 @pytest.mark.parametrize("mesh", ["1x1", "4x2"])
 @pytest.mark.parametrize("where", ["devices", "RAM", "disk"])
-def test_rows_are_loaded_and_exported(mesh, where, tmp_path):
+def test_rows_are_loaded_and_exported(mesh, where, tmp_path, monkeypatch):
+    # wait for what goes to RAM, which else goes to disk in a later move only
+    there = property(lambda x: x.records is not None)
+    monkeypatch.setattr(WriteBack, "has_arrived", there)
     storage = {
         "devices": None,
         "RAM": STORAGE,

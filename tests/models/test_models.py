@@ -203,7 +203,8 @@ def test_batch_split_over_the_mesh_gives_the_same_and_only_reduces_gradients(mes
         jax.device_put(params, NamedSharding(mesh, P())),
         *jax.device_put((dense, rows), batch),
     )
-    compiled = step.lower(*placed).compile()
+    as_users = {"xla_cpu_use_fusion_emitters": True}
+    compiled = step.lower(*placed).compile(as_users)
     assert set(collectives(compiled)) == (set() if mesh.size == 1 else {"all-reduce"})
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),

@@ -18,6 +18,8 @@ from shardjax.profiling import (
     count_jaxpr_flops,
 )
 
+pytestmark = pytest.mark.usefixtures("fused")
+
 
 def _array(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -11,6 +11,8 @@ from shardjax.mesh import make_mesh
 from shardjax.partition import named_shardings
 from shardjax.profiling import Memory, memory
 
+pytestmark = pytest.mark.usefixtures("fused")
+
 STATS = dict(
     argument_size_in_bytes=100,
     output_size_in_bytes=50,

@@ -12,6 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from shardjax.mesh import make_mesh
 from shardjax.profiling import collectives, wire_bytes
 
+pytestmark = pytest.mark.usefixtures("fused")
+
 LENGTH, WORDS = 5, 96
 BYTES = 4 * WORDS
 MESH = "4x2"

@@ -21,6 +21,8 @@ from tests.zero.small import (
 )
 from tests.zero.test_offload import OPTIMIZERS, assert_equal, even_batch
 
+pytestmark = pytest.mark.usefixtures("fused")
+
 ADAMW = OPTIMIZERS["adamw"]
 
 

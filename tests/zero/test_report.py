@@ -11,6 +11,8 @@ from shardjax import profiling, zero
 from shardjax.precision import with_master
 from tests.zero.small import RULES, make_loss, plan_small, small_batch, small_params
 
+pytestmark = pytest.mark.usefixtures("fused")
+
 WIDE = {
     "embedding": np.zeros((40, 16), np.float32),
     "blocks": {
