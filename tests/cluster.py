@@ -18,9 +18,9 @@ HEADER = """
 import os, signal, sys, time, types
 import jax
 import numpy as np
-# what the tests need of the library, without what takes seconds to import
-sys.modules["shardjax"] = types.ModuleType("shardjax")
-sys.modules["shardjax"].__path__ = ["shardjax"]
+if {alone}:  # `processes` without the rest of the library, which takes seconds to import
+    sys.modules["shardjax"] = types.ModuleType("shardjax")
+    sys.modules["shardjax"].__path__ = ["shardjax"]
 from shardjax import processes
 INDEX, COUNT, PORT, DEVICES = map(int, sys.argv[1:5])
 jax.config.update("jax_platforms", "cpu")
@@ -139,7 +139,11 @@ def cluster(commands: Sequence[Sequence[str]]) -> Iterator[Cluster]:
 
 
 def python_commands(
-    program: str, count: int, devices: int = 1, port: int | None = None
+    program: str,
+    count: int,
+    devices: int = 1,
+    port: int | None = None,
+    whole: bool = False,
 ) -> list[list[str]]:
     """Commands of the processes of a run, each with the same program after `HEADER`.
 
@@ -148,23 +152,30 @@ def python_commands(
       count: of processes.
       devices: that each of them simulates.
       port: of process 0; a free one without.
+      whole: whether it uses more of the library than `processes`.
     """
     port = free_port() if port is None else port
+    program = HEADER.replace("{alone}", str(not whole)) + program
     return [
-        [sys.executable, "-c", HEADER + program, *map(str, (i, count, port, devices))]
+        [sys.executable, "-c", program, *map(str, (i, count, port, devices))]
         for i in range(count)
     ]
 
 
 def run_cluster(
-    program: str, count: int, devices: int = 1, limit: float = 90.0, check: bool = True
+    program: str,
+    count: int,
+    devices: int = 1,
+    limit: float = 90.0,
+    check: bool = True,
+    whole: bool = False,
 ) -> list[Ended]:
     """Runs a program in several processes, and returns what became of each.
 
     Raises:
       AssertionError: with `check`, if one failed; the message is what they wrote.
     """
-    with cluster(python_commands(program, count, devices)) as running:
+    with cluster(python_commands(program, count, devices, whole=whole)) as running:
         ended = running.wait(limit)
     if check:
         assert [e.rc for e in ended] == [0] * count, "\n".join(

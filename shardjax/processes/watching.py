@@ -163,6 +163,7 @@ class _Watcher:
             return
         with contextlib.suppress(Exception):
             service.put(f"{_KEYS}heard/{self._me}", b"1", replace=True)
+            self._linger(5.0)
         self._lose(f"process {failed['process']} has failed: {failed['why']}")
 
     def _check_beats(self) -> None:

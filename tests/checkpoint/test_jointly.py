@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pytest
 
 from tests.cluster import run_cluster
 
@@ -21,7 +20,8 @@ def run(tmp_path, processes: int, mesh: str, folder, restore: bool):
         start=start, mesh=mesh, folder=str(folder), disk=disk, restore=restore
     )
     found = []
-    for end in run_cluster(program, processes, 8 // processes, limit=240):
+    devices = 8 // processes
+    for end in run_cluster(program, processes, devices, limit=240, whole=True):
         [line] = [x for x in end.stdout.splitlines() if x.startswith("FOUND ")]
         found.append(json.loads(line[6:]))
     return found
@@ -38,16 +38,17 @@ def all_rows(found):
     return out
 
 
-def test_what_two_processes_save_one_and_four_go_on_from(tmp_path):
+def test_what_two_processes_save_one_and_four_go_on_from(tmp_path, request):
     folder = tmp_path / "run"
     saved = run(tmp_path, 2, "8x1", folder, restore=False)
     assert all(each["steps"] == [3, 6, 9] for each in saved)
-    found = {n: run(tmp_path, n, "8x1", folder, restore=True) for n in (1, 2, 4)}
+    counts = (1, 2, 4) if request.config.getoption("--all-combinations") else (1, 4)
+    found = {n: run(tmp_path, n, "8x1", folder, restore=True) for n in counts}
     rows = all_rows(found[1])
     assert {name: len(x) > 10 for name, x in rows.items()} == dict.fromkeys(rows, True)
-    for n in (2, 4):
-        assert all_rows(found[n]) == rows
-        for each in (*found[n], *saved):
+    for parts in found.values():
+        assert all_rows(parts) == rows
+        for each in parts:
             np.testing.assert_allclose(each["losses"], saved[0]["losses"], atol=1e-6)
-    assert found[2][0]["losses"] == saved[0]["losses"]  # bit for bit
-    assert found[1][0]["losses"] == pytest.approx(saved[0]["losses"], abs=1e-6)
+    if 2 in found:  # bit for bit
+        assert found[2][0]["losses"] == saved[0]["losses"]

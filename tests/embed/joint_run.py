@@ -20,7 +20,7 @@ from shardjax.network import from_nnx
 from shardjax.sharded import fetch
 from shardjax.state import compute_metrics, init_state
 
-ROWS, BATCH = 1500, 110  # 14 batches; neither the devices nor the windows divide them
+ROWS, BATCH = 1000, 110  # 10 batches; neither the devices nor the windows divide them
 
 
 class Clicks:

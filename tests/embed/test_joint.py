@@ -1,5 +1,6 @@
 """Tables over several processes: the same as in one."""
 
+import itertools
 import json
 import tempfile
 
@@ -21,7 +22,7 @@ def run(processes: int, devices: int, mesh: str, tiers: bool):
     with tempfile.TemporaryDirectory() as disk:
         start = "start()" if processes > 1 else ""
         program = PROGRAM.format(start=start, mesh=mesh, tiers=tiers, disk=disk)
-        ended = run_cluster(program, processes, devices, limit=240)
+        ended = run_cluster(program, processes, devices, limit=240, whole=True)
     found = []
     for end in ended:
         [line] = [x for x in end.stdout.splitlines() if x.startswith("FOUND ")]
@@ -38,9 +39,17 @@ def total(found, name):
     return {key: sum(each[name][key] for each in found) for key in found[0][name]}
 
 
-@pytest.mark.parametrize(
-    ("processes", "mesh", "tiers"), [(2, "8x1", True), (4, "4x2", False)]
-)
+def pytest_generate_tests(metafunc):
+    """One run of two processes; with `--all-combinations` all numbers and meshes."""
+    names = ("processes", "mesh", "tiers")
+    if set(names) <= set(metafunc.fixturenames):
+        cases = [(2, "8x1", True)]
+        if metafunc.config.getoption("--all-combinations"):
+            meshes = ("8x1", "1x8", "4x2", "2x4")
+            cases = list(itertools.product((2, 4), meshes, (True, False)))
+        metafunc.parametrize(names, cases)
+
+
 def test_processes_train_tables_as_one_does(processes, mesh, tiers):
     [alone] = run(1, 8, mesh, tiers)
     found = run(processes, 8 // processes, mesh, tiers)
