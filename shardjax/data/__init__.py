@@ -14,6 +14,7 @@ from shardjax.data.hashing import (
 from shardjax.data.iterable import from_dicts as from_dicts
 from shardjax.data.libsvm_files import libsvm as libsvm
 from shardjax.data.loader import Loader as Loader
+from shardjax.data.local_shuffle import LocalShuffle as LocalShuffle
 from shardjax.data.permutation import Permutation as Permutation
 from shardjax.data.schedule import Balance as Balance, BlockSchedule as BlockSchedule
 from shardjax.data.share import Part as Part, Share as Share, share_of as share_of
@@ -30,3 +31,4 @@ from shardjax.data.split import (
     split_rows as split_rows,
 )
 from shardjax.data.synthetic import Synthetic as Synthetic
+from shardjax.data.transport import DeviceExchange as DeviceExchange

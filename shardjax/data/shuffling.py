@@ -246,15 +246,24 @@ def cut(
         held_rows += piece.batch.size
         while held_rows >= batch_size:
             held_rows -= batch_size
-            batch, used = _cut_one(held, used, batch_size)
+            batch, used = cut_one(held, used, batch_size)
             yield batch, *_after(held[0], used)
     if held_rows and not drop_last:
-        batch, used = _cut_one(held, used, held_rows)
+        batch, used = cut_one(held, used, held_rows)
         yield batch, *_after(held[0], used)
 
 
-def _cut_one(held: deque[Piece], used: int, rows: int) -> tuple[Batch, int]:
-    """Takes the next rows off the held pieces; the first one left has the last row."""
+def cut_one(held: deque[Piece], used: int, rows: int) -> tuple[Batch, int]:
+    """Takes the next rows off the held pieces; the first one left has the last row.
+
+    Args:
+      held: consecutive pieces, of as many rows at least.
+      used: rows of the first one that were taken already.
+      rows: how many to take, positive.
+
+    Returns:
+      The rows, and how many of the first piece left are taken then.
+    """
     parts = []
     while True:
         batch = held[0].batch
