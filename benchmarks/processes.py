@@ -185,7 +185,7 @@ def model(devices: int, per_device: int, rows: int, params: int) -> dict:
 
 def main() -> None:
     """Runs all, or one process."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--rows", type=int, default=1_000_000, help="keys in all tables"
     )

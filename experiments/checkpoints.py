@@ -11,6 +11,7 @@ from typing import Any
 from experiments.config import to_dict
 from experiments.storage import refuse_idle
 from shardjax.checkpoint import Checkpointer, StepFolder, parse_interval
+from shardjax.processes import process_count
 
 log = logging.getLogger("experiments.checkpoints")
 
@@ -190,6 +191,11 @@ class Checkpoints:
 
     def __exit__(self, kind, *_) -> None:
         if self._checkpointer is not None and kind is not None:
+            if (
+                process_count() > 1
+            ):  # the others do not come to end a save with this one
+                log.error("the save in flight is lost, if there was one")
+                return
             try:
                 self._checkpointer.close()
             except (OSError, ValueError) as error:

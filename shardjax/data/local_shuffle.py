@@ -197,7 +197,7 @@ class LocalShuffle:
                 batch, used = cut_one(held, used, stop - start)
             self._begin, self.bad_lines = begins[0], bad_lines
             self.batches += 1
-            return Part(batch, rows, start)
+            return Part(batch, rows, start, self.share.examples(size))
 
         settings = self._settings() | {"epoch": self.epoch, "batches": self.batches}
         running = windows.run(begin, done, settings)

@@ -38,7 +38,7 @@ def start_processes(
 
     Example:
       >>> start_processes("localhost:1234", 1, 0)  # one process: nothing to join
-      >>> process_count()
+      >>> service.process_count()
       1
     """
     given = {
