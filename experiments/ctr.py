@@ -165,8 +165,9 @@ def run(config: Config) -> dict[str, Any]:
     if config.export is not None:
         if processes.process_count() > 1:
             raise ValueError(
-                "`export` is for one process: its rows are those of all devices. Export"
-                " from a checkpoint of this run: python -m shardjax.checkpoint export"
+                "`export` is for one process, which has the rows of all devices, and this"
+                f" run has {processes.process_count()}. Export from one of its checkpoints:"
+                " python -m shardjax.checkpoint export"
             )
         check_vacant(config.export, "`export`")
     mesh = sj.make_mesh(config.mesh)

@@ -507,3 +507,10 @@ def test_the_rate_of_merging_reaches_the_disk(tmp_path):
 def test_two_ways_to_admit_keys_are_one_too_many():
     with pytest.raises(ValueError, match="`min_count` and `probability` are two ways"):
         ctr.from_anything({"admit": {"min_count": 2, "probability": 0.5}})
+
+
+def test_several_processes_do_not_export(monkeypatch, tmp_path):
+    monkeypatch.setattr("shardjax.processes.process_count", lambda: 2)
+    config = ctr.Config(export=tmp_path / "model")
+    with pytest.raises(ValueError, match="`export` is for one process.* run has 2"):
+        ctr.run(config)

@@ -165,3 +165,11 @@ print(jax.device_count(), sj.make_mesh("3x2").devices.shape)
     run = run_python(program)
     assert run.stdout.split("\n")[0] == "6 (3, 2)"
     assert run.stderr.count("mesh 3x2: simulating 6 devices on the CPU") == 1
+
+
+def test_the_devices_of_a_mesh_are_divided_evenly_among_processes(monkeypatch):
+    monkeypatch.setattr("shardjax.mesh.process_count", lambda: 3)
+    with pytest.raises(
+        ValueError, match="8 devices of mesh 8x1 must be divided evenly"
+    ):
+        ensure_devices("8x1")

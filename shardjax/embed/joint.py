@@ -209,8 +209,9 @@ class JointPlanner:
         common = min(len(x["needs"]) for x in found)
         error = _common_error(found, common, error, len(requests))
         requests = requests[:common]
-        rooms = np.max([x["rooms"][:common] for x in found], 0).reshape(common, -1)
         groups = range(len(self._groups))
+        rooms = np.array([x["rooms"][:common] for x in found], np.int64)
+        rooms = rooms.reshape(len(found), common, len(groups)).max(0)
         amounts = [self._requester.amounts(g, train) for g in groups]
         flat = lay_out(
             [

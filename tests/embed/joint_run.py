@@ -6,6 +6,7 @@ python -c "<HEADER of tests/cluster.py> from tests.embed import joint_run ..."
 import hashlib
 import json
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -118,6 +119,11 @@ def run(mesh_shape: str, tiers: bool, disk: str | None = None) -> dict:
     state = init_state(network, tx, collection, measured)
     step = train.make_train_step(network, tx, collection)
     out: dict = {"losses": [], "counters": {}}
+    if not collection.span.is_whole:
+        with ThreadPoolExecutor(1) as pool:
+            empty = {name: np.zeros(0, np.int64) for name in collection.features}
+            error = pool.submit(collection.plan, empty, 0, train=True).exception()
+        assert "batches are planned in the main thread" in str(error), error
     loaded = np.arange(100, 130)
     values = np.arange(120.0).reshape(30, 4)
     slabs = collection.load_rows(state.tables, "alone", loaded, values)
