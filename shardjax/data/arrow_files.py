@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardjax.data.arrow_rows import ArrowRows
+from shardjax.data.arrow_rows import CACHE_BYTES, ArrowRows
 from shardjax.data.arrow_schema import check_schema
 from shardjax.data.batch import Batch
 from shardjax.data.columns import Columns, TableOptions, infer_columns
@@ -189,7 +189,13 @@ class IndexedArrowSource(ArrowSource):
 
     `parquet` and `arrow` make it where no bad rows are to be skipped, which would change
     the numbers, and files are not streams. See `shardjax.data.arrow_rows` for its costs.
+
+    Attributes:
+      cache_bytes: how many bytes of decoded row groups to keep, of those used last; files
+        that fit are decoded once (`dataclasses.replace(source, cache_bytes=2 << 30)`).
     """
+
+    cache_bytes: int = CACHE_BYTES
 
     @property
     def rows_at_once(self) -> int:
@@ -227,7 +233,9 @@ class IndexedArrowSource(ArrowSource):
 
     @cached_property
     def _rows(self) -> ArrowRows:
-        return ArrowRows(self.files, self.columns, self.format, self.threads > 1)
+        return ArrowRows(
+            self.files, self.columns, self.format, self.threads > 1, self.cache_bytes
+        )
 
 
 class _Group(NamedTuple):
