@@ -52,12 +52,12 @@ from experiments.text import (
     open_text,
     training_batch,
 )
-from shardjax import profiling, writers, zero
+from shardjax import processes, profiling, writers, zero
 from shardjax.mesh import as_mesh_shape
 from shardjax.models import gpt
 from shardjax.pacing import Pace
 from shardjax.remat import Remat
-from shardjax.sharded import place
+from shardjax.sharded import place, replicate
 from shardjax.zero.plan import check_offload
 
 log = logging.getLogger("experiments.lm")
@@ -373,6 +373,11 @@ class Run:
         def losses(params, batch):
             return self._loss(zero.params_for_evaluation(self.plan, params), batch)
 
+        params = self.state.params
+        if processes.process_count() > 1 and jax.default_backend() == "cpu":
+            # jaxlib 0.10.2 takes 20 s for a batch there, with 2 cores: collectives that do
+            # not wait for one another wait for threads
+            params = replicate(params)
         total = weight = 0.0
         for batch in held_out_batches(
             self.text.held_out,
@@ -380,7 +385,7 @@ class Run:
             seq_len=config.seq_len,
         ):
             batch = place(batch, self._batch)
-            found = jax.device_get(losses(self.state.params, batch))
+            found = jax.device_get(losses(params, batch))
             total, weight = total + float(found[0]), weight + float(found[1])
         loss = total / weight
         return {

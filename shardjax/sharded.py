@@ -126,12 +126,30 @@ def fetch(tree: PyTree) -> PyTree:
     def whole(x):
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
             return x
-        if not x.is_fully_replicated:
-            sharding: Any = x.sharding
-            x = _copy(x, sharding=jax.NamedSharding(sharding.mesh, jax.P()))
-        return x.addressable_data(0)
+        return replicate(x).addressable_data(0)
 
     return jax.device_get(jax.tree.map(whole, tree))
+
+
+def replicate(tree: PyTree) -> PyTree:
+    """Arrays of which each device has a part, whole on each, one after the other.
+
+    Args:
+      tree: of arrays on the devices of a mesh.
+
+    Example:
+      >>> replicate({"w": jnp.ones(2)})["w"].shape
+      (2,)
+    """
+
+    def copy(x: jax.Array) -> jax.Array:
+        if x.is_fully_replicated:
+            return x
+        sharding: Any = x.sharding
+        everywhere = jax.NamedSharding(sharding.mesh, jax.P())
+        return jax.block_until_ready(_copy(x, sharding=everywhere))
+
+    return jax.tree.map(copy, tree)
 
 
 @partial(jax.jit, static_argnames="sharding")

@@ -148,7 +148,8 @@ def test_an_error_of_one_process_is_one_of_all_and_nothing_has_changed():
     players = Players(features, 2)
     values = {"a": np.arange(8, dtype=np.uint64) + np.uint64(6)}  # 12, 13 in the second
     found = players.plan(parts(values, 8, 2, 1))
-    [(plans, theirs), (others, own)] = found
+    plans, theirs = found[0]  # pyright: ignore[reportGeneralTypeIssues]
+    others, own = found[1]  # pyright: ignore[reportGeneralTypeIssues]
     assert plans == others == []
     assert isinstance(own, PlanError) and "4 ids outside the vocabulary" in str(own)
     assert "process 1 could not plan its part of a batch: PlanError" in str(theirs)
