@@ -11,8 +11,9 @@ import pytest
 from tests.cluster import cluster, free_port
 
 CTR = (
-    "experiments.ctr", "--mesh", "4x1", "--data.rows", "5000", "--data.eval-rows", "500",
-    "--data.vocabulary", "3000", "500", "20", "--batch-size", "64", "--model.dim", "4",
+    "experiments.ctr", "--mesh", "4x1", "--model.name", "lr",
+    "--data.rows", "3200", "--data.eval-rows", "300",
+    "--data.vocabulary", "3000", "500", "20", "--batch-size", "64",
     "--storage.device-rows", "1600", "--storage.host-bytes", "150KB",
     "--storage.lookahead", "3", "--checkpoint.interval", "12", "--heartbeat", "2",
 )  # fmt: skip

@@ -50,6 +50,10 @@ _NUMBERS = (
 )  # of collections, in the order in which all processes make them
 
 
+def _alone(call: Callable[[], Any]) -> list[Any]:
+    return [call()]
+
+
 class EmbeddingCollection:
     """Embedding tables and the features that read them, partitioned over a mesh.
 
@@ -121,6 +125,10 @@ class EmbeddingCollection:
             self._name = f"tables{next(_NUMBERS)}"
             self._streams = itertools.count()
             self._direct = Channel(f"{self._name}-direct")
+        # what a call gives in all processes; no method, which would refer to the collection
+        self._together = _alone
+        if self._joint is not None:
+            self._together = partial(together, self._direct.exchange)
         self._initial_rows = initial_rows
         self._mover = Mover(self.groups, mesh)
         self.snapshots = Snapshots(
@@ -528,12 +536,6 @@ class EmbeddingCollection:
     def _is_own(self, g: int, owners: np.ndarray) -> np.ndarray:
         """Which of some owners are devices of this process, bool [n]."""
         return (owners >= 0) & (owners < self.planner.tiers[g].owners)
-
-    def _together(self, call: Callable[[], Any]) -> list[Any]:
-        """What a call gives in all processes; it fails in all if in one."""
-        if self._joint is None:
-            return [call()]
-        return together(self._direct.exchange, call)
 
     def _reader(self, entry: TableState) -> str:
         """The first feature that reads a table."""
