@@ -102,7 +102,7 @@ def work(args) -> dict:
         remote.append(remote_rows(collection, batch.plan))
         unique.append(batch.counters["unique_ids"])
     if args.processes > 1:
-        sent = collection._exchange.sent_bytes / args.steps / collection.span.count
+        sent = collection.sent_key_bytes / args.steps / collection.span.count
     program = step.jitted.lower(state, batch.packed, layout=batch.layout).compile()
     found = collectives(program, devices=8)
     rows = [c for c in found if c.kind == "all-to-all"]

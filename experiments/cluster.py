@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import jax
-
 import shardjax as sj
+from experiments import config as configs
 from experiments.checkpoints import resumes
 from shardjax import processes
 from shardjax.data import Share
+from shardjax.export.rows import versions
 
 C = TypeVar("C", bound="ProcessConfig")
 
@@ -74,34 +74,36 @@ def joined(config: C) -> Iterator[C]:
       ValueError: if the processes have been started with different options or versions, or
         the mesh cannot be divided among them.
     """
-    found: Any = config
     processes.start_processes(
         config.coordinator,
         config.num_processes,
         config.process_id,
         heartbeat=config.heartbeat,
     )
-    if processes.process_count() > 1:
+    several = processes.process_count() > 1
+    if several:
         _reserve_stdout()
         facts = {
             "config": {
                 name: value
-                for name, value in dataclasses.asdict(config).items()
+                for name, value in configs.to_dict(config).items()
                 if name not in ("process_id", "coordinator", "out")
             },
-            "versions": {"shardjax": sj.__version__, "jax": jax.__version__},
+            "versions": versions(
+                ("shardjax", "jax", "jaxlib", "flax", "optax", "numpy")
+            ),
             "resumes": resumes(config),
         }
         processes.check_agreement(facts)
-    sj.ensure_devices(found.mesh)
-    several = processes.process_count() > 1
+    own: Any = config
+    sj.ensure_devices(own.mesh)
     if not is_first():
         for ours in ("experiments", "shardjax"):
             logging.getLogger(ours).setLevel(logging.WARNING)
-        found = dataclasses.replace(found, out=None, profile=None)
+        own = dataclasses.replace(own, out=None, profile=None)
     with processes.watch():
         try:
-            yield found
+            yield own
         except (OSError, ValueError) as error:  # what the user can mend
             if not several:
                 raise

@@ -56,6 +56,7 @@ from shardjax.train import (
     make_eval_step as make_eval_step,
     make_train_step as make_train_step,
     prepare as prepare,
+    prepare_stream as prepare_stream,
 )
 
 __version__ = "0.1.0"

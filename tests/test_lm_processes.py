@@ -4,26 +4,15 @@ import json
 import sys
 
 import numpy as np
-import pytest
 import tensorboardX  # noqa: F401  its import sets an environment variable
 
 from experiments import lm
 from shardjax.writers import read_rows
 from tests.cluster import cluster, free_port
+from tests.test_lm import text as text
 
 VALUES = {"size": "tiny", "batch_size": 8, "seq_len": 32, "steps": 6, "log_every": 2}
 VALUES |= {"eval_batch_size": 32, "mesh": "8x1"}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """A little text that is easy to learn, and its options."""
-    folder = tmp_path_factory.mktemp("text")
-    random = np.random.default_rng(0)
-    for number in range(12):
-        words = random.choice(["ab ", "cde ", "fghi\n"], 300)
-        (folder / f"{number}.txt").write_text("".join(words))
-    return {"path": str(folder / "*.txt"), "held_out": 0.3}
 
 
 def commands(text, count, **changes):

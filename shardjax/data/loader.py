@@ -151,7 +151,7 @@ class Loader(Generic[T]):
         self.prefetch = prefetch
         self.drop_last = drop_last
         self.window = window
-        self._map, self._stream = map, stream
+        self._stream = stream if map is None else _each(map, window)
         self._meanwhile = meanwhile
         self.epoch = 0
         self.batches = 0
@@ -345,31 +345,20 @@ class Loader(Generic[T]):
     def _run_epoch(self) -> Iterator[T]:
         self._check_idle("iterate over the loader twice at a time")
         self._running = True
-        # an errand for each window of a stream, besides its batches
-        errands = 0 if self._stream is None else 2
-        mapped = _Channel(max(self.prefetch, self.window or 1) + errands)
+        mapped = _Channel(max(self.prefetch, self.window or 1))
         channels, threads = [mapped], []
         abandon = None
         try:
-            if self._map is None and self._stream is None:
+            if self._stream is None:
                 threads.append(_start(_read_into, self._read, mapped))
-            elif self._stream is not None:
+            else:
                 read = _Channel(_READ_AHEAD)
                 channels.append(read)
                 threads.append(_start(_read_into, self._read, read))
                 windows = _Windows(read, self.window or 1)
                 items = self._stream(windows)
                 abandon = getattr(items, "abandon", None)
-                threads.append(_start(_stream_into, items, windows, mapped))
-            else:
-                read = _Channel(_READ_AHEAD)
-                channels.append(read)
-                threads.append(_start(_read_into, self._read, read))
-                if self.window is None:
-                    threads.append(_start(_map_into, self._map, read, mapped))
-                else:
-                    job = (_map_windows_into, self._map, self.window, read, mapped)
-                    threads.append(_start(*job))
+                threads.append(_start(_map_into, items, windows, mapped))
             while True:
                 began = time.perf_counter()
                 if self._meanwhile is not None:
@@ -426,9 +415,14 @@ class _Channel:
         self._changed = threading.Condition()
 
     def put(self, item: _Ready) -> bool:
-        """Waits for room; returns False, without the item taken, once closed."""
+        """Waits for room, but for an errand; returns False, without the item taken, once
+        closed."""
         with self._changed:
-            while len(self._items) >= self._capacity and not self._closed:
+            while (
+                len(self._items) >= self._capacity
+                and not isinstance(item.value, Errand)
+                and not self._closed
+            ):
                 self._changed.wait()
             if not self._closed:
                 self._items.append(item)
@@ -471,42 +465,18 @@ def _read_into(read: Callable[[], Iterator[_Ready]], out: _Channel) -> None:
         out.put(_Ready(error=error))
 
 
-def _map_into(map: Callable, source: _Channel, out: _Channel) -> None:
-    """The mapping thread: passes everything on in order, batches mapped."""
-    more = True
-    while more:
-        ready = source.get()
-        if not ready.end and ready.error is None:
-            try:
-                ready.value = map(ready.value)
-            except BaseException as error:  # whatever it is, it belongs to the consumer
-                ready = _Ready(error=error)
-        more = out.put(ready) and not ready.end and ready.error is None
+def _each(map: Callable, window: int | None) -> Callable:
+    """A `stream` that maps batch by batch, or list by list where there is a window."""
 
-
-def _map_windows_into(
-    map: Callable, window: int, source: _Channel, out: _Channel
-) -> None:
-    """The mapping thread where `map` takes several batches at a time."""
-    last = None
-    while last is None:
-        several = []
-        while len(several) < window and last is None:
-            ready = source.get()
-            if ready.end or ready.error is not None:
-                last = ready
+    def stream(windows: Iterator[list[Any]]) -> Iterator[Any]:
+        for batches in windows:
+            if window is None:
+                yield map(batches[0])
             else:
-                several.append(ready)
-        try:
-            if several:
-                values = map([ready.value for ready in several])
-                for ready, value in zip(several, values, strict=True):
-                    ready.value = value
-                    if not out.put(ready):
-                        return
-        except BaseException as error:  # whatever it is, it belongs to the consumer
-            last = _Ready(error=error)
-    out.put(last)
+                for _, value in zip(batches, map(batches), strict=True):
+                    yield value
+
+    return stream
 
 
 class _Windows:
@@ -534,8 +504,8 @@ class _Windows:
         return [ready.value for ready in several]
 
 
-def _stream_into(items: Iterator[Any], windows: _Windows, out: _Channel) -> None:
-    """The mapping thread where there is a `stream`."""
+def _map_into(items: Iterator[Any], windows: _Windows, out: _Channel) -> None:
+    """The mapping thread: passes everything on in order, batches mapped."""
     try:
         for value in items:
             ready = _Ready()
@@ -548,7 +518,7 @@ def _stream_into(items: Iterator[Any], windows: _Windows, out: _Channel) -> None
         if windows.read:
             raise ValueError(
                 f"`stream` must give one item for each batch, and gave none for the last"
-                f" {len(windows.read)}"
+                f" {len(windows.read)}. Give something for each, and errands besides"
             )
     except BaseException as error:  # whatever it is, it belongs to the consumer
         last = _Ready(error=error)

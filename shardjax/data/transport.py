@@ -18,9 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardjax.data.shuffling import check_count
-
-Agree = Callable[[bytes], list[bytes]]
-"""Gives every process the bytes of all, by process; called by all, in the same order."""
+from shardjax.together import Agree
 
 Exchange = Callable[[list[bytes]], list[bytes]]
 """Sends bytes, by the process they are for; gives those received, by the one they are from."""

@@ -23,6 +23,7 @@ import numpy as np
 from shardjax.embed import exchange
 from shardjax.embed.draft import TableState
 from shardjax.embed.exchange import embed_group, gather_rows, scatter_rows
+from shardjax.embed.facts import collection_facts
 from shardjax.embed.groups import Group, plan_groups
 from shardjax.embed.jagged import Jagged, as_keys
 from shardjax.embed.joint import JointBatch, JointPlanner
@@ -39,15 +40,13 @@ from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.storage import Storage
 from shardjax.embed.stream import PlanStream
 from shardjax.embed.table_rows import TableRows, as_facts, facts_of
-from shardjax.embed.translate import owners_of
 from shardjax.precision import choose
-from shardjax.processes import Channel
+from shardjax.processes import Channel, check_agreement
 from shardjax.together import together
 
 EmbeddingState = tuple[SlabState, ...]
-_NUMBERS = (
-    itertools.count()
-)  # of collections, in the order in which all processes make them
+# of collections, in the order in which all processes make them
+_NUMBERS = itertools.count()
 
 
 def _alone(call: Callable[[], Any]) -> list[Any]:
@@ -68,7 +67,8 @@ class EmbeddingCollection:
         the devices. A table may have one of its own.
 
     Raises:
-      ValueError, TypeError: for specs that do not fit together.
+      ValueError, TypeError: for specs that do not fit together, or of several processes
+        are not the same in all.
       RowOptimizerError: for an optimizer that does not work row by row.
 
     Example:
@@ -117,6 +117,8 @@ class EmbeddingCollection:
                 self.groups, self.features, self.devices, self.seed, threads=threads
             )
         else:
+            facts = collection_facts(self.features, self.groups, mesh, self.seed)
+            check_agreement({"collection": facts})
             self._joint = JointPlanner(
                 self.groups, self.features, self.span, self.seed, threads
             )
@@ -272,11 +274,16 @@ class EmbeddingCollection:
             raise ask.error
 
     def examples_per_device(self, size: int, *, train: bool) -> int:
-        """Examples per device, padding included, of a batch of `size` in all processes:
-        never fewer than a batch before had."""
-        if self._joint is not None:
-            return self._joint.examples(size, train)
-        return max(self.planner.examples(train), -(-size // self.devices))
+        """Examples per device, padding included, of a batch of `size` in all of several
+        processes: never fewer than a batch before had."""
+        assert self._joint is not None, "one process deals them out itself"
+        return self._joint.examples(size, train)
+
+    @property
+    def sent_key_bytes(self) -> int:
+        """Bytes of keys that this process's devices have sent to all devices, their own
+        too, for rows to be planned by their owners; 0 in one process."""
+        return 0 if self._joint is None else self._exchange.sent_bytes
 
     def plan_stream(
         self, windows: Iterable[Sequence[JointBatch]], *, train: bool
@@ -523,19 +530,15 @@ class EmbeddingCollection:
         self.planner.forget_sizes()
         state = self.apply_fills(state, plan)
         salted = keys + entry.table.salt
-        owners = self._owners(g, entry.table.owner, salted)
-        own = self._is_own(g, owners)
-        slots, _, _ = self.planner.find(g, entry, salted[own], owners[own])
-        at = np.full(len(keys), np.iinfo(np.int32).max, np.int64)
-        at[own] = owners[own].astype(np.int64) * self.slots(state, g) + slots
-        at[own.nonzero()[0][slots < 0]] = np.iinfo(np.int32).max
+        own, owners = self.planner.tiers[g].own(entry.number, salted)
+        slots, _, _ = self.planner.find(g, entry, salted[own], owners)
+        nowhere = np.iinfo(np.int32).max
+        at = np.full(len(keys), nowhere, np.int64)
+        here = owners.astype(np.int64) * self.slots(state, g) + slots
+        at[own] = np.where(slots < 0, nowhere, here)
         slabs = list(state)
         slabs[g] = self._mover.write(g, slabs[g], at.astype(np.int32), values)
         return tuple(slabs)
-
-    def _is_own(self, g: int, owners: np.ndarray) -> np.ndarray:
-        """Which of some owners are devices of this process, bool [n]."""
-        return (owners >= 0) & (owners < self.planner.tiers[g].owners)
 
     def _reader(self, entry: TableState) -> str:
         """The first feature that reads a table."""
@@ -558,9 +561,8 @@ class EmbeddingCollection:
                 f" `padding_id` of feature {self._reader(entry)!r} and has no row"
             )
         salted = keys + entry.table.salt
-        owners = self._owners(g, entry.table.owner, salted)
-        own = self._is_own(g, owners)
-        salted, owners = salted[own], owners[own]
+        own, owners = self.planner.tiers[g].own(entry.number, salted)
+        salted = salted[own]
         slots, elsewhere, _ = self.planner.find(g, entry, salted, owners)
         slots[elsewhere] = 0
         new = int((slots < 0).sum())
@@ -623,7 +625,7 @@ class EmbeddingCollection:
             read: Any = self._lookup_own(state, g, entry, part)
             facts: dict[str, np.ndarray] = {}
             if names:
-                owners = self._owners(g, entry.table.owner, part)
+                _, owners = self.planner.tiers[g].own(entry.number, part)
                 known = self.planner.facts(g, entry, part, owners)
                 facts = as_facts(names, *known)
             yield TableRows(keys, read["rows"], read["row_state"], **facts)
@@ -693,13 +695,12 @@ class EmbeddingCollection:
           {'item': 3}
         """
         counts = self._together(self.planner.shrink)
-        every = {name for own in counts for name in own}
         copied = {t.spec.name for g in self.groups if g.replicated for t in g.tables}
         return {
             name: max(x.get(name, 0) for x in counts)
             if name in copied
             else sum(x.get(name, 0) for x in counts)
-            for name in sorted(every, key=list(counts[0]).index)
+            for name in counts[0]
         }
 
     def close(self) -> None:
@@ -745,7 +746,7 @@ class EmbeddingCollection:
         salted = as_keys(keys, table) + entry.table.salt
         if self._joint is None:
             return self._lookup_own(state, g, entry, salted)
-        own = self._is_own(g, self._owners(g, entry.table.owner, salted))
+        own, _ = self.planner.tiers[g].own(entry.number, salted)
         if self.groups[g].replicated and self.span.first:
             own[:] = False
         read = self._lookup_own(state, g, entry, salted[own])
@@ -761,7 +762,7 @@ class EmbeddingCollection:
         self, state: EmbeddingState, g: int, entry: TableState, salted: np.ndarray
     ) -> dict[str, np.ndarray | list[np.ndarray]]:
         """The rows of some keys of this process."""
-        owners = self._owners(g, entry.table.owner, salted)
+        _, owners = self.planner.tiers[g].own(entry.number, salted)
         where, elsewhere, records = self.planner.find(g, entry, salted, owners)
         found = where >= 0
         at = owners.astype(np.int64) * self.slots(state, g) + where
@@ -796,10 +797,6 @@ class EmbeddingCollection:
                 f" SlabState as `init` returns it, got a {kind}. Of a TrainState, give"
                 " `state.tables`"
             )
-
-    def _owners(self, g: int, single: int, salted: np.ndarray) -> np.ndarray:
-        """The owner device of each of some keys of a table."""
-        return owners_of(salted, single, self.planner.tiers[g].span)
 
     def _table(self, name: str):
         for g, tables in enumerate(self.planner.tables):

@@ -8,7 +8,7 @@ import numpy as np
 from shardjax.embed import translate as kernels
 from shardjax.embed.draft import Draft, TableDraft, TableState
 from shardjax.embed.groups import Group
-from shardjax.embed.inputs import AskedKeys, normalize
+from shardjax.embed.inputs import AskedKeys, count_inputs, normalize
 from shardjax.embed.jagged import Jagged
 from shardjax.embed.moves import record_words
 from shardjax.embed.residents import commit
@@ -31,6 +31,12 @@ _ONES = np.zeros(0, np.int64)  # `commit` takes it for ones
 
 class PlanError(ValueError):
     """A batch that cannot be planned: bad ids, or a full table. Nothing has changed."""
+
+
+def plan_error(problems: Sequence[str]) -> PlanError:
+    """An error that tells all that is wrong with a batch."""
+    one = len(problems) == 1
+    return PlanError(problems[0] if one else "\n- ".join(["", *problems]))
 
 
 def check_clicks(
@@ -116,14 +122,7 @@ class Drafter:
         examples = max(examples, -(-batch // self.devices))
         inputs = normalize(features, self.features, batch, examples, self.devices)
         counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
-        counters["truncated"] = sum(x.truncated for x in inputs.values())
-        counters["padding_ids"] = sum(x.padding for x in inputs.values())
-        counters["ids"] = sum(len(x.keys) + x.padding for x in inputs.values())
-        counters["unused_ids"] = sum(
-            len(x.values if isinstance(x, Jagged) else x)
-            for name, x in features.items()
-            if name not in self.features
-        )
+        counters |= count_inputs(inputs, features)
         states = [s for states in self.tables for s in states]
         run = self._pool.map if self._pool else map
         # evaluation numbers keys that may be on disk, or about to leave for good, or have a
@@ -149,11 +148,7 @@ class Drafter:
             raise
         if problems:
             self.forget(draft)
-            raise PlanError(
-                "; ".join(problems)
-                if len(problems) == 1
-                else "\n- ".join(["", *problems])
-            )
+            raise plan_error(problems)
         for state, table, hidden in full:
             if table.asked is not None:  # what finds no room has not passed
                 keys, counts, admitted = table.asked

@@ -105,6 +105,27 @@ def normalize(
     return inputs
 
 
+def count_inputs(
+    inputs: Mapping[str, Input], values: Mapping[str, np.ndarray | Jagged]
+) -> dict[str, float]:
+    """What a batch has, by the names of counters.
+
+    Args:
+      inputs: of `normalize`.
+      values: that it was given.
+    """
+    return {
+        "truncated": sum(x.truncated for x in inputs.values()),
+        "padding_ids": sum(x.padding for x in inputs.values()),
+        "ids": sum(len(x.keys) + x.padding for x in inputs.values()),
+        "unused_ids": sum(
+            len(x.values if isinstance(x, Jagged) else x)
+            for name, x in values.items()
+            if name not in inputs
+        ),
+    }
+
+
 def _drops(spec: FeatureSpec) -> bool:
     return spec.on_bad_id == "drop"
 

@@ -174,7 +174,8 @@ class JointPlanner:
           admit: as of `Planner.plan`.
 
         Raises:
-          PlanError: if the processes have different numbers of batches or examples.
+          PlanError: if the processes have different numbers of batches or examples, or
+            features in another form.
         """
         began = time.perf_counter()
         requests, error = [], None
@@ -193,6 +194,7 @@ class JointPlanner:
             {
                 "batches": len(batches),
                 "examples": [batch.examples for batch in batches],
+                "kinds": [_kinds(r) for r in requests],
                 "needs": [_listed(r.needs) for r in requests],
                 "rooms": [r.rooms for r in requests],
                 "error": None if error is None else error_text(error),
@@ -209,6 +211,8 @@ class JointPlanner:
         common = min(len(x["needs"]) for x in found)
         error = _common_error(found, common, error, len(requests))
         requests = requests[:common]
+        for n in range(common):
+            _check_kinds([x["kinds"][n] for x in found])
         groups = range(len(self._groups))
         rooms = np.array([x["rooms"][:common] for x in found], np.int64)
         rooms = rooms.reshape(len(found), common, len(groups)).max(0)
@@ -260,9 +264,7 @@ class JointPlanner:
                     else:
                         features, requesters, *_ = batches.popleft()
                         settled.append(core.settle_evaluation(features, requesters))
-                except (
-                    Exception
-                ) as problem:  # the others must not wait for this process
+                except Exception as problem:  # the others must not wait for it
                     error = problem
             try:
                 return self._finish(ask, settled, error, agree)
@@ -416,6 +418,23 @@ def _share(spec: TableSpec, processes: int) -> TableSpec:
         for policy in spec.evictions
     )
     return replace(spec, capacity=capacity, evict=evict or spec.evict)
+
+
+def _kinds(request: Request) -> dict[str, str]:
+    """How each feature of a batch comes."""
+    return {k: v for routes in request.routes for k, v in routes.kinds.items()}
+
+
+def _check_kinds(found: Sequence[Mapping[str, str]]) -> None:
+    """Raises for a feature that comes in another form in another process."""
+    for name, kind in found[0].items():
+        for process, other in enumerate(found):
+            if other[name] != kind:
+                raise PlanError(
+                    f"feature {name!r} must come in the same form in all processes, got"
+                    f" {kind} in process 0 and {other[name]} in process {process}. Wrap it"
+                    " in shardjax.embed.Jagged in all of them, or in none"
+                )
 
 
 def _listed(needs: Mapping[tuple, int]) -> list:

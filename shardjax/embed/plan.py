@@ -562,26 +562,23 @@ class Planner:
         """Finds the rows of a batch to evaluate on, with `planning`."""
         with self._state:
             self._check_open()
-            return self._settle_evaluation(features, batch)
-
-    def _settle_evaluation(self, features, batch: int) -> Settled:
-        draft = self.drafter.draft(features, batch, self.examples(False), 0)
-        if self.span.is_whole:
-            self.size(False, ("examples",), draft.examples, draft.examples)
-        overlays = []
-        try:
-            for g, (states, tables) in enumerate(
-                zip(self.tables, draft.tables, strict=True)
-            ):
-                parts = [
-                    self._overlay(g, state, table, draft)
-                    for state, table in zip(states, tables, strict=True)
-                ]
-                overlays.append(() if self.tiers[g].host is None else parts)
-        finally:
-            self.drafter.forget(draft)
-        used = tuple(n.copy() for n in self.applied)
-        return Settled(draft, (), used, 0, self._version, overlays)
+            draft = self.drafter.draft(features, batch, self.examples(False), 0)
+            if self.span.is_whole:
+                self.size(False, ("examples",), draft.examples, draft.examples)
+            overlays = []
+            try:
+                for g, (states, tables) in enumerate(
+                    zip(self.tables, draft.tables, strict=True)
+                ):
+                    parts = [
+                        self._overlay(g, state, table, draft)
+                        for state, table in zip(states, tables, strict=True)
+                    ]
+                    overlays.append(() if self.tiers[g].host is None else parts)
+            finally:
+                self.drafter.forget(draft)
+            used = tuple(n.copy() for n in self.applied)
+            return Settled(draft, (), used, 0, self._version, overlays)
 
     def _overlay(self, g: int, state: TableState, table: TableDraft, draft: Draft):
         """Writes the slots of a table's rows; returns the rows that are elsewhere."""

@@ -13,20 +13,16 @@ import numpy as np
 
 from shardjax.embed import translate as kernels
 from shardjax.embed.draft import TableDraft, TableState, scores_of
-from shardjax.embed.drafting import PlanError, check_clicks
+from shardjax.embed.drafting import check_clicks, plan_error
 from shardjax.embed.eviction import MOST_TALLY
 from shardjax.embed.groups import Group
-from shardjax.embed.inputs import Input, normalize
+from shardjax.embed.inputs import Input, count_inputs, normalize
 from shardjax.embed.jagged import Jagged
 from shardjax.embed.messages import Block, write_keys
 from shardjax.embed.routes import RequesterRoutes
 from shardjax.embed.span import DeviceSpan
 from shardjax.embed.spec import FeatureSpec
 from shardjax.embed.translate import owners_of
-
-COUNTERS = (
-    "examples", "ids", "unique_ids", "bad_ids", "padding_ids", "truncated", "unused_ids",
-)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -132,16 +128,8 @@ class Requester:
             )
         clicks = check_clicks(clicks, batch, self._states) if train else None
         inputs = normalize(features, self._features, batch, examples, span.count)
-        counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
-        counters["examples"] = batch
-        counters["truncated"] = sum(x.truncated for x in inputs.values())
-        counters["padding_ids"] = sum(x.padding for x in inputs.values())
-        counters["ids"] = sum(len(x.keys) + x.padding for x in inputs.values())
-        counters["unused_ids"] = sum(
-            len(x.values if isinstance(x, Jagged) else x)
-            for name, x in features.items()
-            if name not in self._features
-        )
+        counters = {"examples": batch, "bad_ids": 0, "unique_ids": 0}
+        counters |= count_inputs(inputs, features)
         states = [s for states in self._states for s in states]
         run = self._pool.map if self._pool else map
         try:
@@ -155,8 +143,7 @@ class Requester:
                 s.index.clear()
         problems = [p for _, more in results for p in more]
         if problems:
-            one = len(problems) == 1
-            raise PlanError(problems[0] if one else "\n- ".join(["", *problems]))
+            raise plan_error(problems)
         raws = {name: raw for found, _ in results for name, raw in found.items()}
         for s in states:
             counters["bad_ids"] += int(s.counters[kernels.BAD])

@@ -198,6 +198,15 @@ class RequesterRoutes:
                 self._values += np.diff(x.bounds)
                 self._weighted = self._weighted or x.weights is not None
 
+    @property
+    def kinds(self) -> dict[str, str]:
+        """How each feature comes: with one key per example, or with any number."""
+        return (
+            dict.fromkeys(self._fixed, "one key per example")
+            | {name: "a bag of keys" for name, _ in self._pooled}
+            | {name: "a sequence of keys" for name, _ in self._sequences}
+        )
+
     def needs(self) -> dict[tuple, int]:
         """The least static sizes, by the names that `layout` asks for them."""
         return {

@@ -21,7 +21,6 @@ from shardjax.embed.restoring import (
     sizes_of,
 )
 from shardjax.embed.snapshot import Removed, Snapshot
-from shardjax.embed.translate import owners_of
 
 
 class Snapshots:
@@ -234,8 +233,7 @@ class Snapshots:
 
     def _own(self, found: TableRecords) -> TableRecords:
         """Those of some rows of one table that this process's devices own."""
-        entry = self._planner.tables[found.group][int(found.tables[0])]
-        own = self._is_own(found.group, entry.table.owner, found.keys)
+        own, _ = self._planner.tiers[found.group].own(int(found.tables[0]), found.keys)
         if own.all():
             return found
         return TableRecords(
@@ -247,13 +245,8 @@ class Snapshots:
         """Those counts of keys without a row that this process goes on with."""
         if "keys" not in counts:  # a filter of all keys
             return counts
-        own = self._is_own(g, entry.table.owner, counts["keys"])
+        own, _ = self._planner.tiers[g].own(entry.number, counts["keys"])
         return {name: x[own] for name, x in counts.items()}
-
-    def _is_own(self, g: int, owner: int, salted: np.ndarray) -> np.ndarray:
-        tier = self._planner.tiers[g]
-        owners = owners_of(salted, owner, tier.span)
-        return (owners >= 0) & (owners < tier.owners)
 
     def _slots(self, g: int, slab: SlabState) -> int:
         """Slots per owner of a slab of this process."""

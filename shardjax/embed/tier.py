@@ -124,6 +124,13 @@ class Tier:
             self._flying,
         )
 
+    def own(self, table: int, salted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which keys of a table, uint64 [n], are of this process, bool [n]; and the owners
+        of those, int32 [..], from this process's first."""
+        owners = owners_of(salted, self.group.tables[table].owner, self.span)
+        mask = (owners >= 0) & (owners < self.owners)
+        return mask, owners[mask]
+
     def land(self) -> None:
         """Takes in the write-backs that have arrived."""
         for number, write_back in list(self._flying.items()):

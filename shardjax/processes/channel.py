@@ -18,8 +18,8 @@ class Channel:
 
     All processes make the channel, with the same name, and call `exchange` equally often.
     It goes through the coordination service of process 0, without devices: it may be
-    called by any thread, but one at a time. A round of small values takes about a
-    millisecond for a few processes.
+    called by any thread, but one at a time. A round of small values takes some
+    milliseconds.
 
     Args:
       name: of the channel, one that this process has not used before.

@@ -113,6 +113,15 @@ def run(mesh_shape: str, tiers: bool, disk: str | None = None) -> dict:
         disk = disk or tempfile.mkdtemp()
         storage = embed.Storage(device_rows=640, host_bytes="60KB", disk=disk)
     collection = tables(mesh, storage)
+    if not collection.span.is_whole:
+        for name, changed in (("dim", {"dim": 4 + jax.process_index()}), ("admit", {})):
+            admit = embed.MinCount(2 + jax.process_index())
+            table = embed.TableSpec("item", **({"dim": 4, "admit": admit} | changed))
+            try:
+                embed.EmbeddingCollection({"x": embed.FeatureSpec(table)}, mesh=mesh)
+            except ValueError as problem:
+                told = str(problem)
+            assert f"`collection.tables.item.{name}` is " in told, told
     network = from_nnx(Model(nnx.Rngs(0)))
     tx = optax.adam(1e-3)
     measured = {"loss": metrics.LogLoss(), "auc": metrics.AUC()}

@@ -179,6 +179,13 @@ def test_processes_that_plan_other_batches_are_told_so():
     wide = JointBatch(batch.features, 4, 2)
     for error in players.plan([[batch], [wide]]):
         assert "must plan the same examples of a window" in str(error)
+    bag = embed.Jagged(np.arange(4, dtype=np.uint64), np.ones(4, np.int32))
+    for error in players.plan([[batch], [JointBatch({"a": bag}, 4, 1)]]):
+        assert isinstance(error, PlanError)
+        assert "'a' must come in the same form in all processes, got one key" in str(
+            error
+        )
+        assert "process 0 and a bag of keys in process 1" in str(error)
     many = JointBatch({"a": np.arange(9, dtype=np.uint64)}, 9, 1)
     found = players.plan([[many], [batch]])
     assert "takes up to 4 examples of a batch, 1 per device, got 9" in str(found[0][1])
