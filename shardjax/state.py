@@ -13,6 +13,7 @@ from shardjax.embed import EmbeddingCollection, EmbeddingState
 from shardjax.metrics import Metric, merge_stacked
 from shardjax.network import Network
 from shardjax.precision import LossScale, Precision
+from shardjax.rl.target import TargetRule, init_target
 from shardjax.sharded import place
 from shardjax.zero import ZeroPlan, init_state as init_dense, plan_zero
 
@@ -29,6 +30,9 @@ class TrainState:
     loss_scale: LossScale | None  # where the loss is scaled; on all devices
     tables: EmbeddingState  # slabs; see shardjax.embed.SlabState
     metrics: dict[str, Metric]  # [devices, ...] each leaf, over all mesh axes
+    target: Any = (
+        None  # of params, where an objective needs one; as params, f32 at least
+    )
 
     def replace(self, **changes) -> "TrainState":
         """A copy with other values for some fields."""
@@ -108,6 +112,7 @@ def init_state(
     metrics: Mapping[str, Metric] | None = None,
     *,
     zero: ZeroPlan | None = None,
+    target: TargetRule | None = None,
 ) -> TrainState:
     """The state before the first step, on the collection's mesh.
 
@@ -118,6 +123,8 @@ def init_state(
       metrics: of training, by name.
       zero: of `plan_network`: how parameters and optimizer state are split; None for all
         on every device.
+      target: how the target of the parameters follows them, where there is to be one; see
+        `shardjax.rl.QLearning`.
     """
     mesh = collection.mesh
     plan = zero or plan_network(network, tx, collection)
@@ -138,4 +145,5 @@ def init_state(
         loss_scale=dense.loss_scale,
         tables=collection.init(),
         metrics=stack_metrics(metrics or {}, mesh),
+        target=None if target is None else init_target(dense.params, target),
     )

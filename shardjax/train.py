@@ -10,7 +10,7 @@ device. The whole state is donated.
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ from shardjax.preparing import (
     prepare_stream as prepare_stream,
     prepare_window as prepare_window,
 )
+from shardjax.rl.table_target import check_targets, copy_targets, read_target
+from shardjax.rl.target import TargetRule, apply_target, as_params, target_dtype
 from shardjax.state import TrainState, plan_network, stack_metrics
 from shardjax.zero import ZeroPlan, apply_update
 from shardjax.zero.checks import StateCheck, check_optimizer
@@ -44,6 +46,33 @@ from shardjax.zero.step import abstract_state, scale_after
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
 
+class Objective(Protocol):
+    """What a model is trained for, where that is more than a loss of logits and labels.
+
+    Attributes:
+      target: how a target network follows the model, None for no target.
+    """
+
+    target: TargetRule | None
+
+    def __call__(
+        self, outputs: Any, lagged: Any, labels: jax.Array, dense: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The losses of some examples.
+
+        Args:
+          outputs: what the model returned; each leaf [batch, ...].
+          lagged: what it returns with the parameters and the rows of the target; None
+            without one. It has no gradient.
+          labels: float32 [batch].
+          dense: float32 [batch, n_dense].
+
+        Returns:
+          Losses, not weighted, and predictions for metrics, float32 [batch] each.
+        """
+        ...
+
+
 def binary_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Logistic loss per example; labels in [0, 1]."""
     return optax.sigmoid_binary_cross_entropy(logits, labels)
@@ -55,6 +84,26 @@ def _losses(loss, logits, labels, weights):
     counts = weights != 0
     losses = loss(jnp.where(counts, logits, 0), jnp.where(counts, labels, 0))
     return jnp.where(counts, losses, 0)
+
+
+def _of_logits(network_loss: Loss, outputs, labels, weights):
+    """Losses and logits of a model that gives one per example."""
+    logits = finish_logits(outputs, len(labels))
+    return _losses(network_loss, logits, labels, weights), logits
+
+
+def _of_objective(objective: Objective, outputs, lagged, labels, weights, dense):
+    """Losses and predictions as an objective says; see `_losses`."""
+    counts = weights != 0
+    labels, dense = jnp.where(counts, labels, 0), jnp.where(counts[:, None], dense, 0)
+    losses, predictions = objective(outputs, lagged, labels, dense)
+    for name, x in (("losses", losses), ("predictions", predictions)):
+        if x.shape != labels.shape:
+            raise ValueError(
+                f"an objective must return {name} of shape [batch] = {labels.shape}, got"
+                f" {x.shape}"
+            )
+    return jnp.where(counts, losses, 0), predictions.astype(jnp.float32)
 
 
 def _update_metrics(metrics, arrays, logits, loss, predict):
@@ -100,6 +149,13 @@ def _shared_state(new, old, axes):
     return jax.tree.map(share, new, old)
 
 
+def _as_it_is(predictions: jax.Array) -> jax.Array:
+    return predictions
+
+
+_OF_LOGITS = (binary_cross_entropy, jax.nn.sigmoid)
+
+
 def make_train_step(
     network: Network,
     tx: optax.GradientTransformation,
@@ -110,6 +166,7 @@ def make_train_step(
     microbatch_size: int | None = None,
     pace: Pace | None = None,
     zero: ZeroPlan | None = None,
+    objective: Objective | None = None,
 ) -> Callable[[TrainState, PreparedBatch], tuple[TrainState, dict[str, jax.Array]]]:
     """Makes the training step.
 
@@ -133,19 +190,33 @@ def make_train_step(
       zero: of `shardjax.plan_network`: how the network's parameters, gradients and
         optimizer state are split over the devices, and the dtypes to compute in. None for
         all of them on every device, in float32. The state must be of the same plan.
+      objective: in place of `loss` and `predict`, such as `shardjax.rl.QLearning`. The loss
+        of a step is then sum(weights * losses) / examples with a weight. With a target, the
+        state must be of `init_state(..., target=objective.target)` and each table's
+        optimizer of `shardjax.rl.keep_target` with the same rule.
 
     Returns:
       `step(state, batch) -> (state, {"loss": float32 []})`. `state` is donated. Where the
       plan scales the loss, also `loss_scale` and `skipped`: a step in which a gradient
-      overflows moves neither parameters nor rows.
+      overflows moves neither parameters nor rows. With an objective, also `predictions`,
+      float32 [devices * examples], of which the first `batch.size` are those of the batch.
 
     Raises:
-      ValueError: for another optimizer than the plan's, or a size that is not positive,
-        here; at a step for a state that was given to one before, has an array twice, or
-        lies otherwise than planned.
+      ValueError: for another optimizer than the plan's, a size that is not positive, an
+        objective beside a loss, or tables without the objective's target, here; at a step
+        for a state that was given to one before, has an array twice, or lies otherwise
+        than planned.
     """
     if microbatch_size is not None and microbatch_size < 1:
         raise ValueError(f"`microbatch_size` must be positive, got {microbatch_size}")
+    rule = None if objective is None else objective.target
+    if objective is not None and (loss, predict) != _OF_LOGITS:
+        raise ValueError(
+            "`objective` must not come with `loss` or `predict`, which it stands for, got"
+            f" {objective}. Leave them out"
+        )
+    if rule is not None:
+        check_targets(collection.groups, rule)
     mesh, axes = collection.mesh, collection.axes
     plan = zero or plan_network(network, tx, collection)
     if zero is not None:
@@ -153,25 +224,53 @@ def make_train_step(
     precision = plan.precision
     param_specs, grad_specs = manual_specs(plan)
 
-    def local_step(params, model_state, tables, metrics, packed, loss_scale, *, layout):
+    def local_step(
+        params, lagged, model_state, tables, metrics, packed, loss_scale, *, layout
+    ):
         arrays = layout.unpack(packed[0])
+        if rule is not None:
+            tables = collection.map_row_state(tables, copy_targets)
         rows = collection.gather_rows(tables, arrays)
-        total = jax.lax.psum(jnp.sum(arrays["weights"]), axes)
+        counted = arrays["weights"] if objective is None else arrays["weights"] != 0
+        total = jax.lax.psum(jnp.sum(counted, dtype=jnp.float32), axes)
         scale = jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
         params = params_for_loss(plan, params)
 
         def embed(rows):
             return collection.embed(rows, arrays, layout)
 
-        def loss_of(trained, blocks, model_state, dense, labels, weights, masks):
-            whole = plan.tree(in_compute_dtype(plan, trained, params))
+        lagged_blocks = {}
+        if rule is not None:
+            lagged = params_for_loss(plan, lagged)
+            lagged_blocks = embed(collection.gather_rows(tables, arrays, read_target))
+
+        def outputs_of(params, model_state, dense, blocks, masks, *, train):
             blocks, dense = precision.cast((blocks, dense))
             embeddings = split_features(layout, blocks, masks)
-            logits, new_state = network.apply(
-                whole, model_state, dense, embeddings, train=True
+            return network.apply(params, model_state, dense, embeddings, train=train)
+
+        def lagged_outputs(model_state, dense, blocks, masks):
+            if rule is None:
+                return None
+            whole = plan.tree(in_compute_dtype(plan, lagged, lagged))
+            outputs, _ = outputs_of(
+                whole, model_state, dense, blocks, masks, train=False
             )
-            logits = finish_logits(logits, len(labels))
-            losses = _losses(loss, logits, labels, weights)
+            return jax.lax.stop_gradient(outputs)
+
+        def loss_of(trained, blocks, model_state, dense, labels, weights, *others):
+            masks, lagged_blocks = others
+            whole = plan.tree(in_compute_dtype(plan, trained, params))
+            outputs, new_state = outputs_of(
+                whole, model_state, dense, blocks, masks, train=True
+            )
+            if objective is None:
+                losses, logits = _of_logits(loss, outputs, labels, weights)
+            else:
+                seen = lagged_outputs(model_state, dense, lagged_blocks, masks)
+                losses, logits = _of_objective(
+                    objective, outputs, seen, labels, weights, dense
+                )
             value = jnp.sum(weights * losses) * scale
             scaled = value if loss_scale is None else value * loss_scale
             return scaled, (value, logits, losses, new_state)
@@ -189,7 +288,13 @@ def make_train_step(
             trained_leaves(plan, params),
             _own_keys(model_state, axes),
             blocks,
-            (arrays["dense"], arrays["labels"], arrays["weights"], masks),
+            (
+                arrays["dense"],
+                arrays["labels"],
+                arrays["weights"],
+                masks,
+                lagged_blocks,
+            ),
         )
         grads = sum_whole_gradients(plan, scatter_gradients(plan, grads))
         (row_grads,) = pull(block_grads)
@@ -210,22 +315,36 @@ def make_train_step(
             _shared_state(new_state, model_state, axes),
             tables,
             _update_metrics(metrics, arrays, logits, losses, predict),
+            None if objective is None else logits,
         )
 
     spec = collection.state_spec()
     by_device = jax.P(axes)
+    if objective is not None:
+        predict = _as_it_is
 
     @partial(jax.jit, static_argnames="layout", donate_argnames="state")
     def run(state: TrainState, packed, *, layout):
         scale = state.loss_scale.scale if state.loss_scale else None
-        value, grads, finite, model_state, tables, metrics = jax.shard_map(
+        lagged = state.target
+        if rule is not None:
+            lagged = jax.tree.leaves(as_params(lagged, state.params))
+        lagged_specs = jax.P() if rule is None else param_specs
+        value, grads, finite, model_state, tables, metrics, predictions = jax.shard_map(
             partial(local_step, layout=layout),
             mesh=mesh,
-            in_specs=(param_specs, jax.P(), spec, by_device, by_device, jax.P()),
-            out_specs=(jax.P(), grad_specs, jax.P(), jax.P(), spec, by_device),
+            in_specs=(
+                *(param_specs, lagged_specs, jax.P(), spec),
+                *(by_device, by_device, jax.P()),
+            ),
+            out_specs=(
+                *(jax.P(), grad_specs, jax.P(), jax.P(), spec),
+                *(by_device, by_device),
+            ),
             check_vma=False,
         )(
             jax.tree.leaves(state.params),
+            lagged,
             state.model_state,
             state.tables,
             state.metrics,
@@ -240,6 +359,12 @@ def make_train_step(
         info = {"loss": value}
         if loss_scale is not None:
             info |= {"loss_scale": scale, "skipped": loss_scale.skipped}
+        if objective is not None:
+            info["predictions"] = predictions
+        lagged = state.target
+        if rule is not None:
+            lagged = apply_target(rule, params, lagged, state.step + 1)
+            lagged = jax.tree.map(jax.lax.with_sharding_constraint, lagged, places)
         return TrainState(
             step=state.step + 1,
             params=params,
@@ -248,11 +373,18 @@ def make_train_step(
             loss_scale=loss_scale,
             tables=tables,
             metrics=metrics,
+            target=lagged,
         ), info
 
     pace = pace or Pace()
     wanted = abstract_state(plan)
-    check = StateCheck({"params": wanted.params, "opt_state": wanted.opt_state})
+    parts = {"params": wanted.params, "opt_state": wanted.opt_state}
+    if rule is not None:
+        parts["target"] = jax.tree.map(
+            lambda x: x.update(dtype=target_dtype(rule, x.dtype)), wanted.params
+        )
+    places = jax.tree.map(lambda x: x.sharding, wanted.params)
+    check = StateCheck(parts)
 
     def step(state: TrainState, batch: PreparedBatch):
         state = check(state)

@@ -47,3 +47,22 @@ def run_python(program: str, *arguments: str) -> subprocess.CompletedProcess[str
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return run
+
+
+def table_sized(compiled, slots: int) -> list[str]:
+    """The operations whose result is as large as a slab, but for scatters into it."""
+    operation = re.compile(r"\s*(ROOT )?%(\S+) = (\S+) ([a-z-]+)\(")
+    computation, scatters, large = "", set(), []
+    for line in compiled.as_text().splitlines():
+        if line.endswith("{"):
+            computation = line.split()[0].lstrip("%")
+        match = operation.match(line)
+        if match is None or not re.search(rf"\[{slots}\b", match[3]):
+            continue
+        if match[4] == "scatter":
+            if match[1]:
+                scatters.add(computation)
+        elif match[4] not in ("parameter", "get-tuple-element", "bitcast"):
+            called = re.search(r"calls=%([^\s,]+)", line)
+            large.append((called and called[1], line.strip()))
+    return [line for called, line in large if called not in scatters]

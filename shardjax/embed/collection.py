@@ -31,6 +31,7 @@ from shardjax.embed.key_exchange import KeyExchange
 from shardjax.embed.layout import Layout
 from shardjax.embed.mover import Mover
 from shardjax.embed.moves import SlabState, from_words, slab_spec, unpack_records
+from shardjax.embed.optimizers import RowView
 from shardjax.embed.plan import Plan, PlanError, Planner, WaitingPlan, WindowBatch
 from shardjax.embed.policies import check_integer
 from shardjax.embed.records import hashes_of
@@ -365,16 +366,32 @@ class EmbeddingCollection:
                 self._move(slabs, plan)
 
     def gather_rows(
-        self, state: EmbeddingState, arrays: dict[str, jax.Array]
+        self,
+        state: EmbeddingState,
+        arrays: dict[str, jax.Array],
+        view: RowView | None = None,
     ) -> tuple[jax.Array, ...]:
         """Each group's unique rows of the batch; inside shard_map.
+
+        Args:
+          state: of this device.
+          arrays: of this device, by field name.
+          view: reads something else of each row than its value, such as
+            `shardjax.rl.read_target`; of training batches only.
 
         Returns:
           Per group [rows, dim], of this device as an owner.
         """
         out = []
         for g, slab in zip(self.groups, state, strict=True):
-            rows = gather_rows(slab.rows, arrays[f"{g.name}/slots"])
+            slots = arrays[f"{g.name}/slots"]
+            rows = gather_rows(slab.rows, slots)
+            if view is not None:
+                assert f"{g.name}/stored" not in arrays, "only values come with a batch"
+                row_state = [gather_rows(x, slots) for x in slab.row_state]
+                seen = g.optimizer.view(view, rows, row_state, slab.shared)
+                is_row = (slots < slab.rows.shape[0])[:, None]
+                rows = jnp.where(is_row, seen, 0)  # as for padding that is read
             if f"{g.name}/stored" in arrays:
                 words = arrays[f"{g.name}/stored"]
                 stored = from_words(words, (g.dim,), g.dtype)
@@ -441,6 +458,23 @@ class EmbeddingCollection:
                     shared,
                 )
             )
+        return tuple(slabs)
+
+    def map_row_state(self, state: EmbeddingState, change: RowView) -> EmbeddingState:
+        """Changes the optimizer state of all rows that lie on the devices.
+
+        Inside a jitted step, such as one that copies targets (`shardjax.rl.copy_targets`).
+
+        Args:
+          state: whole, or inside shard_map of this device.
+          change: of (optimizer, rows [slots, dim], its state of all slots), returns the
+            state; row by row.
+        """
+        slabs = []
+        for group, slab in zip(self.groups, state, strict=True):
+            optimizer = group.optimizer
+            changed = optimizer.view(change, slab.rows, slab.row_state, slab.shared)
+            slabs.append(SlabState(slab.rows, *optimizer.split(changed)))
         return tuple(slabs)
 
     def load_rows(
@@ -721,7 +755,11 @@ class EmbeddingCollection:
         return self.planner.keys(g, entry) - entry.table.salt
 
     def lookup_rows(
-        self, state: EmbeddingState, table: str, keys: np.ndarray
+        self,
+        state: EmbeddingState,
+        table: str,
+        keys: np.ndarray,
+        view: RowView | None = None,
     ) -> dict[str, np.ndarray | list[np.ndarray]]:
         """The rows of some keys, wherever they are, copied to the host.
 
@@ -732,6 +770,7 @@ class EmbeddingCollection:
           state: of the devices.
           table: its name.
           keys: integers [n], widened by `as_keys`.
+          view: what to read of each row for `rows`, None for its value; see `gather_rows`.
 
         Returns:
           `rows` [n, dim], `row_state` (a list of [n, ...]) and `found` bool [n]; a key
@@ -745,11 +784,11 @@ class EmbeddingCollection:
         g, entry = self._table(table)
         salted = as_keys(keys, table) + entry.table.salt
         if self._joint is None:
-            return self._lookup_own(state, g, entry, salted)
+            return self._lookup_own(state, g, entry, salted, view)
         own, _ = self.planner.tiers[g].own(entry.number, salted)
         if self.groups[g].replicated and self.span.first:
             own[:] = False
-        read = self._lookup_own(state, g, entry, salted[own])
+        read = self._lookup_own(state, g, entry, salted[own], view)
 
         def spread(x):
             out = np.zeros((len(salted), *x.shape[1:]), x.dtype)
@@ -759,7 +798,12 @@ class EmbeddingCollection:
         return self._exchange.add(jax.tree.map(spread, read))
 
     def _lookup_own(
-        self, state: EmbeddingState, g: int, entry: TableState, salted: np.ndarray
+        self,
+        state: EmbeddingState,
+        g: int,
+        entry: TableState,
+        salted: np.ndarray,
+        view: RowView | None = None,
     ) -> dict[str, np.ndarray | list[np.ndarray]]:
         """The rows of some keys of this process."""
         _, owners = self.planner.tiers[g].own(entry.number, salted)
@@ -779,14 +823,15 @@ class EmbeddingCollection:
                 out[elsewhere] = more
             return out
 
-        return {
-            "rows": read(slab.rows, stored[0]),
-            "row_state": [
-                read(x, more)
-                for x, more in zip(slab.row_state, stored[1:], strict=True)
-            ],
-            "found": found,
-        }
+        rows = read(slab.rows, stored[0])
+        row_state = [
+            read(x, more) for x, more in zip(slab.row_state, stored[1:], strict=True)
+        ]
+        if view is not None:
+            shared = [np.asarray(x) for x in slab.shared]
+            seen = self.groups[g].optimizer.view(view, rows, row_state, shared)
+            rows = np.where(found[:, None], np.asarray(seen), 0)
+        return {"rows": rows, "row_state": row_state, "found": found}
 
     def _check_state(self, state: EmbeddingState) -> None:
         """Raises for something else than the slabs of the tables."""

@@ -110,6 +110,10 @@ class RowOptimizerError(ValueError):
     """An optimizer that cannot update the rows of a table one by one."""
 
 
+# of (optimizer, rows [n, dim], its state of these rows): what to read instead, [n, dim]
+RowView = Callable[[optax.GradientTransformation, Any, Any], Any]
+
+
 @dataclass(frozen=True)
 class RowOptimizer:
     """An optax transformation with its state split into per-row and shared leaves.
@@ -139,6 +143,10 @@ class RowOptimizer:
         return self.treedef.unflatten(
             [rows.pop(0) if row else shared.pop(0) for row in self.is_row]
         )
+
+    def view(self, view: "RowView", rows, row_state, shared):
+        """What a view makes of some rows [n, dim] and their state."""
+        return view(self.tx, rows, self.join(row_state, shared))
 
     def init(self, rows: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         """The per-row and shared leaves of the state of new rows, [n, dim]."""

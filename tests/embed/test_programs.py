@@ -22,7 +22,7 @@ from shardjax.mesh import make_mesh
 from shardjax.network import Network
 from shardjax.state import init_state
 from shardjax.train import make_eval_step, make_train_step, prepare
-from tests.helpers import collectives
+from tests.helpers import collectives, table_sized
 
 pytestmark = pytest.mark.usefixtures("fused")
 
@@ -86,28 +86,9 @@ def compile_step(mesh, bags: int, train: bool = True):
     return lowered.compile(), state, collection
 
 
-def table_sized(compiled) -> list[str]:
-    """The operations whose result is as large as a slab, but for scatters into it."""
-    operation = re.compile(r"\s*(ROOT )?%(\S+) = (\S+) ([a-z-]+)\(")
-    computation, scatters, large = "", set(), []
-    for line in compiled.as_text().splitlines():
-        if line.endswith("{"):
-            computation = line.split()[0].lstrip("%")
-        match = operation.match(line)
-        if match is None or not re.search(rf"\[{SLOTS}\b", match[3]):
-            continue
-        if match[4] == "scatter":
-            if match[1]:
-                scatters.add(computation)
-        elif match[4] not in ("parameter", "get-tuple-element", "bitcast"):
-            called = re.search(r"calls=%([^\s,]+)", line)
-            large.append((called and called[1], line.strip()))
-    return [line for called, line in large if called not in scatters]
-
-
 def test_a_step_touches_its_rows_alone(mesh):
     compiled, state, collection = compile_step(mesh, bags=2)
-    assert table_sized(compiled) == []
+    assert table_sized(compiled, SLOTS) == []
     leaves = jax.tree.leaves([(s.rows, s.row_state) for s in state.tables])
     assert len(leaves) == 8
     text = compiled.as_text()
@@ -134,7 +115,7 @@ def test_the_search_for_table_sized_operations_finds_them():
         return slab.at[slots].set(rows + 1), (slab * 2).at[slots].add(rows)
 
     compiled = jax.jit(run, donate_argnums=0).lower(slab, np.arange(9)).compile()
-    assert table_sized(compiled) != []
+    assert table_sized(compiled, SLOTS) != []
 
 
 def test_collectives_do_not_grow_with_features():
@@ -146,7 +127,7 @@ def test_collectives_do_not_grow_with_features():
 @pytest.mark.parametrize("mesh_shape", ["1x1", "8x1"])
 def test_evaluation_reads_its_rows_alone(mesh_shape):
     compiled, _, _ = compile_step(make_mesh(mesh_shape), bags=2, train=False)
-    assert table_sized(compiled) == []
+    assert table_sized(compiled, SLOTS) == []
     assert collectives(compiled) == ({} if mesh_shape == "1x1" else {"all-to-all": 2})
 
 
