@@ -150,6 +150,7 @@ def make_dqn_update(
     def loss(params, batch):
         items = len(batch["r_t"])
         q_target = batch["q_target"]
+        counts, goes_on = batch["weights"] != 0, batch["discount_t"] != 0
         if double:
             both = jax.tree.map(
                 lambda a, b: jnp.concatenate([a, b]), batch["obs_tm1"], batch["obs_t"]
@@ -159,18 +160,14 @@ def make_dqn_update(
         else:
             q_tm1, chosen_by = values(params, batch["obs_tm1"], items), q_target
         best = jnp.argmax(chosen_by, axis=-1)
-        # what comes after the end of an episode is worth 0, also where it is not finite
-        goes_on = batch["discount_t"] != 0
         v_t = jnp.where(goes_on, _pick(q_target, best), 0)
         wanted = batch["r_t"] + batch["discount_t"] * v_t
-        counts = batch["weights"] != 0
-        td = jnp.where(counts, jax.lax.stop_gradient(wanted), 0) - jnp.where(
-            counts, _pick(q_tm1, batch["a_tm1"]), 0
-        )
+        td = jax.lax.stop_gradient(wanted) - _pick(q_tm1, batch["a_tm1"])
+        td = jnp.where(counts, td, 0)
         each = (
             0.5 * jnp.square(td) if huber is None else optax.huber_loss(td, delta=huber)
         )
-        total = jnp.sum(jnp.where(counts, batch["weights"], 0) * each)
+        total = jnp.sum(batch["weights"] * each)
         return total, jnp.sum(counts, dtype=jnp.float32), jnp.abs(td)
 
     gradients = make_clipped_gradients(
@@ -198,6 +195,10 @@ def make_dqn_update(
     def update(state: DQNState, batch: dict[str, Any]):
         batch = _checked_batch(batch)
         lagged = as_params(state.target, state.params)
+        # what does not count is 0, whatever it is: 0 times a NaN is no 0, in gradients too
+        counts = batch["weights"] != 0
+        batch["obs_tm1"] = _where(counts, batch["obs_tm1"])
+        batch["obs_t"] = _where(counts & (batch["discount_t"] != 0), batch["obs_t"])
         batch["q_target"] = target_values(lagged, batch["obs_t"])
         grads, info, finite = gradients(state, batch)
         params, opt_state = apply_update(
@@ -242,7 +243,7 @@ def make_dqn_step(
       >>> import shardjax as sj
       >>> from shardjax import zero
       >>> params, tx, rule = {"w": np.zeros((3, 2), "f4")}, optax.sgd(0.1), HardCopy(10)
-      >>> plan = zero.plan_zero(params, tx, sj.make_mesh("1x1"))
+      >>> plan = zero.plan_zero(params, tx, sj.make_mesh("1x1"), 0)
       >>> step = make_dqn_step(lambda p, obs: obs @ p["w"], tx, plan, target=rule)
       >>> state = init_dqn(params, tx, plan, rule)
       >>> obs, number = np.ones((4, 3), "f4"), np.ones(4, "f4")
@@ -276,6 +277,15 @@ def make_dqn_step(
 
     step.jitted = run
     return step
+
+
+def _where(items: jax.Array, obs: PyTree) -> PyTree:
+    """Observations of these items, bool [items], and zeros for the others."""
+
+    def one(x):
+        return jnp.where(items.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
+
+    return jax.tree.map(one, obs)
 
 
 def _pick(values: jax.Array, actions: jax.Array) -> jax.Array:

@@ -201,14 +201,14 @@ def _with_final(obs: PyTree, info: dict[str, Any], done: np.ndarray) -> PyTree:
             f" episodes as info['final_obs'], got {sorted(info)}"
         )
     for number in np.flatnonzero(done):
-        _set_final(obs, final, number)
+        last = _last(obs, final, number)
+        for whole, x in zip(jax.tree.leaves(obs), jax.tree.leaves(last), strict=True):
+            whole[number] = x
     return obs
 
 
-def _set_final(obs: PyTree, final: Any, number: int) -> None:
-    """Writes an environment's last observation into those of all, in place."""
-    if isinstance(obs, dict):  # Gymnasium stacks each entry of a dict by itself
-        for key, part in obs.items():
-            _set_final(part, final[key], number)
-        return
-    obs[number] = final[number]
+def _last(obs: PyTree, final: Any, number: int) -> PyTree:
+    """An environment's last observation, of arrays of objects or of each entry's own."""
+    if isinstance(final, dict):
+        return {key: _last(part, final[key], number) for key, part in obs.items()}
+    return final[number]

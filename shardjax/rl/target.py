@@ -227,7 +227,11 @@ def as_params(target: PyTree, params: PyTree) -> PyTree:
       >>> as_params(init_target(params, Polyak(0.005)), params)["w"].dtype
       dtype(bfloat16)
     """
-    return jax.tree.map(lambda t, p: t.astype(p.dtype), target, params)
+
+    def cast(t, p):
+        return t if t.dtype == p.dtype else t.astype(p.dtype)
+
+    return jax.tree.map(cast, target, params)
 
 
 def _average(tau: float, p: jax.Array, t: jax.Array) -> jax.Array:
