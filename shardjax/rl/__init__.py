@@ -1,0 +1,21 @@
+"""Replays for reinforcement learning.
+
+A replay in RAM
+    Replay                          add, sample, set_priorities, get, replace, delete, stats
+    Uniform, Proportional, RankBased   what it draws by (Sampler: any of them)
+    ReplayBatch, Outcome            what `sample` draws; for which ids something was done
+    NStep                           steps of environments to items of n steps
+"""
+
+from shardjax.rl.n_step import NStep as NStep
+from shardjax.rl.replay import (
+    Outcome as Outcome,
+    Replay as Replay,
+    ReplayBatch as ReplayBatch,
+)
+from shardjax.rl.samplers import (
+    Proportional as Proportional,
+    RankBased as RankBased,
+    Sampler as Sampler,
+    Uniform as Uniform,
+)
