@@ -1,4 +1,23 @@
-"""Reinforcement learning: deep Q-learning, its targets, and environments."""
+"""Reinforcement learning: replays, deep Q-learning, its targets, and environments.
+
+A replay in RAM
+    Replay                          add, sample, set_priorities, get, replace, delete, stats
+    Uniform, Proportional, RankBased   what it draws by (Sampler: any of them)
+    ReplayBatch, Outcome            what `sample` draws; for which ids something was done
+    NStep                           steps of environments to items of n steps
+
+Deep Q-learning
+    init_dqn, make_dqn_step         a learner's state, sharded by `shardjax.zero`, its update
+    make_dqn_update                 the update for jits and scans of your own
+    HardCopy, Polyak                how a target network follows
+    init_target, apply_target, make_target_step   targets of other learners
+    epsilon_greedy, linear_epsilon  which action to take meanwhile
+
+Environments
+    GymnasiumEnvs, make_gymnasium   vector environments, whatever their autoreset mode
+    RecSim                          a recommender in which planning pays
+    VectorEnv, EnvStep              the interface of them
+"""
 
 from shardjax.rl.dqn import (
     DQNState as DQNState,
@@ -16,7 +35,19 @@ from shardjax.rl.exploration import (
     epsilon_greedy as epsilon_greedy,
     linear_epsilon as linear_epsilon,
 )
+from shardjax.rl.n_step import NStep as NStep
 from shardjax.rl.recsim import RecSim as RecSim
+from shardjax.rl.replay import (
+    Outcome as Outcome,
+    Replay as Replay,
+    ReplayBatch as ReplayBatch,
+)
+from shardjax.rl.samplers import (
+    Proportional as Proportional,
+    RankBased as RankBased,
+    Sampler as Sampler,
+    Uniform as Uniform,
+)
 from shardjax.rl.target import (
     HardCopy as HardCopy,
     Polyak as Polyak,
