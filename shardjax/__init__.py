@@ -12,6 +12,7 @@ from shardjax import (
     models as models,
     processes as processes,
     profiling as profiling,
+    rl as rl,
     train as train,
     writers as writers,
     zero as zero,

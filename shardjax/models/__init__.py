@@ -1,4 +1,4 @@
-"""Models as plain Flax (nnx) modules: click-through models, and `GPT`.
+"""Models as plain Flax (nnx) modules: click-through models, `GPT` and `QNetwork`.
 
 Each click-through model is called as ``model(dense, embeddings)`` and returns one logit
 per example:
@@ -24,4 +24,5 @@ from shardjax.models.interaction import (
 )
 from shardjax.models.logistic import LogisticRegression as LogisticRegression
 from shardjax.models.mlp import MLP as MLP
+from shardjax.models.q_network import QNetwork as QNetwork, dueling as dueling
 from shardjax.models.wide_deep import WideDeep as WideDeep

@@ -6,6 +6,7 @@ the same on all, and can be counted.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,16 @@ from shardjax.zero.exchange import (
 from shardjax.zero.offload import scale_gradients
 from shardjax.zero.plan import ZeroPlan
 
-Loss = Callable[..., tuple[jax.Array, jax.Array]]
+Loss = Callable[..., tuple[Any, ...]]
 
 
 def make_gradients(
-    loss: Loss, plan: ZeroPlan, *, microbatches: int = 1, seed: int | None = None
+    loss: Loss,
+    plan: ZeroPlan,
+    *,
+    microbatches: int = 1,
+    seed: int | None = None,
+    has_aux: bool = False,
 ):
     """Makes `gradients(params, batch, step, scale) -> (loss, weight, grads)`.
 
@@ -36,6 +42,8 @@ def make_gradients(
 
     Args:
       loss, plan, microbatches, seed: as of `make_step`.
+      has_aux: the loss returns a third value, a tree of arrays [examples, ...], which
+        `gradients` returns as its fourth, of all examples in the order of the batch.
     """
     axes = plan.axes
 
@@ -50,47 +58,61 @@ def make_gradients(
                 key = jax.random.fold_in(key, number)
                 more["key"] = jax.random.fold_in(key, index)
             full = plan.tree(in_compute_dtype(plan, trained, params))
-            total, weight = _checked(loss(full, batch, **more))
+            *sums, aux = _results(loss(full, batch, **more), has_aux)
+            total, weight = sums
             # scaled before the backward pass, in which small numbers get lost
             share = 1.0 if scale is None else scale / jnp.maximum(weight, 1.0)
-            return total * share, (total, weight, share)
+            return total * share, (total, weight, share, aux)
 
         def one(batch, number):
             grad_of = jax.grad(value_of, has_aux=True)
             given = trained_leaves(plan, params)
-            grads, (total, weight, share) = grad_of(given, batch, number)
+            grads, (total, weight, share, aux) = grad_of(given, batch, number)
             grads = in_param_dtype(plan, grads)
             if scale is not None:
                 grads = jax.tree.map(lambda g: g / share, grads)
             if plan.stage == 2:
                 grads = scatter_gradients(plan, grads)
-            return total, weight, grads
+            return (total, weight, grads), aux
 
-        total, weight, grads = _accumulate(one, batch, microbatches)
+        (total, weight, grads), aux = _accumulate(one, batch, microbatches)
         total = jax.lax.psum(total, axes)
         weight = jax.lax.psum(weight, axes)
         if plan.stage != 2:
             grads = scatter_gradients(plan, grads)
         grads = sum_whole_gradients(plan, grads)
         mean = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
-        return total * mean, weight, scale_gradients(plan, grads, mean)
+        return total * mean, weight, scale_gradients(plan, grads, mean), aux
 
     manual = set(plan.mesh.axis_names) - set(plan.auto_axes)
     specs, grad_specs = manual_specs(plan)
 
     def gradients(params, batch, step, scale=None):
         _check_batch(plan, batch, microbatches)
-        value, weight, grads = jax.shard_map(
+        value, weight, grads, aux = jax.shard_map(
             local,
             mesh=plan.mesh,
             axis_names=manual,
             in_specs=(specs, jax.P(axes), jax.P(), jax.P()),
-            out_specs=(jax.P(), jax.P(), grad_specs),
+            out_specs=(jax.P(), jax.P(), grad_specs, jax.P(axes)),
             check_vma=False,
         )(jax.tree.leaves(params), batch, step, scale)
-        return value, weight, plan.tree(grads)
+        found = value, weight, plan.tree(grads)
+        return (*found, aux) if has_aux else found
 
     return gradients
+
+
+def _results(result, has_aux: bool):
+    """The three results of a loss, None for the last of one without."""
+    if not has_aux:
+        return *_checked(result), None
+    if not isinstance(result, tuple) or len(result) != 3:
+        raise ValueError(
+            "a loss with `has_aux` must return (loss_sum, weight, aux), two numbers and a"
+            f" tree of arrays [examples, ...], got {type(result).__name__}"
+        )
+    return *_checked(result[:2]), result[2]
 
 
 def _checked(result):
@@ -120,7 +142,7 @@ def _checked(result):
 
 
 def _accumulate(one, batch, microbatches: int):
-    """Sums of the results of `one` over microbatches."""
+    """Sums of the first result of `one` over microbatches; the second, of all examples."""
     if microbatches == 1:
         return one(batch, 0)
 
@@ -130,13 +152,14 @@ def _accumulate(one, batch, microbatches: int):
     parts = jax.tree.map(split, batch)
 
     def body(sums, part):
-        return jax.tree.map(jnp.add, sums, one(*part)), None
+        more, aux = one(*part)
+        return jax.tree.map(jnp.add, sums, more), aux
 
     first = jax.tree.map(lambda x: x[0], parts)
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, first, 0)
-    )
-    return jax.lax.scan(body, zeros, (parts, jnp.arange(microbatches)))[0]
+    shapes, _ = jax.eval_shape(one, first, 0)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    sums, aux = jax.lax.scan(body, zeros, (parts, jnp.arange(microbatches)))
+    return sums, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
 
 
 def _check_batch(plan: ZeroPlan, batch, microbatches: int) -> None:

@@ -250,11 +250,13 @@ def make_clipped_gradients(
     microbatches: int = 1,
     clip_norm: float | None = None,
     seed: int | None = None,
+    has_aux: bool = False,
 ):
     """Makes `gradients(state, batch) -> (grads, info, finite)`, all of a step but its end.
 
     Args:
       loss, plan, microbatches, clip_norm, seed: as of `make_step`.
+      has_aux: as of `make_gradients`; what the loss returns besides is `info["aux"]`.
 
     Returns:
       A function to call inside jit. Its results are what `apply_update` takes, what a step
@@ -264,15 +266,19 @@ def make_clipped_gradients(
         raise ValueError(f"`microbatches` must be positive, got {microbatches}")
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"`clip_norm` must be positive or None, got {clip_norm}")
-    gradients = make_gradients(loss, plan, microbatches=microbatches, seed=seed)
+    gradients = make_gradients(
+        loss, plan, microbatches=microbatches, seed=seed, has_aux=has_aux
+    )
 
     def clipped(state: ZeroState, batch):
         scale = state.loss_scale
-        value, weight, grads = gradients(
+        value, weight, grads, *aux = gradients(
             state.params, batch, state.step, scale.scale if scale else None
         )
         norm = _norm(grads)
         info = {"loss": value, "weight": weight, "grad_norm": norm}
+        if has_aux:
+            info["aux"] = aux[0]
         if clip_norm is not None:
             shrink = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
             each = plan.treedef.flatten_up_to(grads)

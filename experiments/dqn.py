@@ -1,0 +1,508 @@
+"""Deep Q-learning in environments of Gymnasium.
+
+    python -m experiments.dqn                                   CartPole-v1, 50,000 steps
+    python -m experiments.dqn --target polyak --replay proportional
+    python -m experiments.dqn --mesh 8x1 --zero 3 --seed 1 --out runs/dqn
+
+Several environments act by turns with the updates: `train_every` steps, then `updates` of
+them. Prints progress, and as the last line one JSON object with the result, of which
+`eval/return_mean` is the mean return of fresh episodes of the last parameters, without
+random actions. On a host without enough devices the mesh is simulated on the CPU.
+"""
+
+import json
+import logging
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+import shardjax as sj
+from experiments import config as configs
+from experiments.checkpoints import (
+    CheckpointConfig,
+    Checkpoints,
+    check_resume,
+    resumes,
+)
+from experiments.cluster import ProcessConfig, is_first, joined
+from experiments.learners import Learner, VectorLearner
+from experiments.output import (
+    as_floats,
+    claim,
+    finite,
+    open_writers,
+    write_result,
+)
+from experiments.storage import refuse_idle
+from shardjax import rl, writers, zero
+
+log = logging.getLogger("experiments.dqn")
+
+EVALUATION, RESTART = 1, 2  # what seeds are for, besides the run itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ProcessConfig):
+    """All settings of a run."""
+
+    env: str = "CartPole-v1"
+    """An environment of Gymnasium, with observations that are vectors and numbered actions."""
+    mesh: str = "1x1"
+    """Devices along data x model, such as 8x1; a CPU host simulates those it lacks. Batches
+    and ZeRO are over data."""
+    zero: int = 0
+    """ZeRO stage: 1 splits the optimizer's state over the devices, 2 the gradients too, 3
+    the parameters and their target too; 0 nothing."""
+    seed: int = 0
+    """Of the first parameters, the environments, exploration and the replay's draws."""
+    steps: int = 50_000
+    """Steps of all environments together. Calls that only begin an episode count too."""
+    num_envs: int = 8
+    """Environments that take their steps together."""
+    layers: tuple[int, ...] = (256, 256)
+    """Widths of the network's layers."""
+    dueling: bool = False
+    """The state has a value of its own, and actions have advantages."""
+    double: bool = True
+    """The network chooses the action that its target evaluates."""
+    discount: float = 0.99
+    """What a reward a step later is worth."""
+    n_step: int = 1
+    """Steps of an item: the rewards that it has before the target's estimate."""
+    lr: float = 2.3e-3
+    """Learning rate of Adam at the start; it falls linearly."""
+    lr_final: float = 0.0
+    """What it ends with, as a share."""
+    clip: float = 10.0
+    """The gradient of all parameters is scaled down to this norm; 0 for not."""
+    batch_size: int = 64
+    """Items per update, over all devices."""
+    train_every: int = 256
+    """Steps of the environments between updates."""
+    updates: int = 128
+    """Updates then."""
+    updates_per_call: int = 32
+    """Of those, taken in one program; their batches are drawn at once, and priorities set
+    after them."""
+    learning_starts: int = 1000
+    """Steps before the first update."""
+    target: Literal["hard", "polyak"] = "hard"
+    """The target network is copied every --target-every updates, or follows by --tau."""
+    target_every: int = 10
+    """Updates between copies."""
+    tau: float = 0.05
+    """Share of the way to the parameters that the target moves in each update."""
+    replay: Literal["uniform", "proportional", "rank"] = "uniform"
+    """How items are drawn: all alike, or by priority (Schaul et al. 2016)."""
+    capacity: int = 100_000
+    """Items in the replay."""
+    alpha: float | None = None
+    """How much priorities count; without it 0.6, and 0.7 for ranks."""
+    beta: float = 0.4
+    """Exponent of the importance weights at the start; it rises to 1 over the run."""
+    epsilon: float = 1.0
+    """Share of random actions at the start."""
+    epsilon_final: float = 0.04
+    """What it falls to."""
+    epsilon_fraction: float = 0.16
+    """Share of the run in which it falls."""
+    eval_every: int = 5120
+    """Steps between evaluations."""
+    eval_episodes: int = 20
+    """Episodes of an evaluation, without random actions."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: str = "auto"
+    """What to go on from in --checkpoint.dir: auto (the newest, if there is one), none, or the
+    number of a round. Learner, replay and exploration go on as they were; environments
+    begin new episodes."""
+    out: Path | None = None
+    """Folder for the config, metrics.jsonl, TensorBoard events and curves.png."""
+
+    def __post_init__(self):
+        shape = sj.MeshShape.parse(self.mesh)
+        for name in (
+            *("steps", "num_envs", "n_step", "batch_size", "train_every", "updates"),
+            *("updates_per_call", "capacity", "eval_every", "eval_episodes"),
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"`{name}` must be positive, got {getattr(self, name)}"
+                )
+        if not self.layers or min(self.layers) < 1:
+            raise ValueError(f"`layers` must be positive widths, got {self.layers}")
+        for name in ("lr", "clip", "learning_starts", "beta"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(
+                    f"`{name}` must not be negative, got {getattr(self, name)}"
+                )
+        for name in (
+            *("discount", "lr_final", "beta"),
+            *("epsilon", "epsilon_final", "epsilon_fraction"),
+        ):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(
+                    f"`{name}` must lie in [0, 1], got {getattr(self, name)}"
+                )
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"`seed` must be in [0, 2**31), got {self.seed}")
+        if self.zero not in zero.STAGES:
+            raise ValueError(f"`zero` must be one of {zero.STAGES}, got {self.zero}")
+        multiples = (
+            ("batch_size", shape.data, "devices along data"),
+            ("train_every", self.num_envs, "`num_envs`"),
+            ("updates", self.updates_per_call, "`updates_per_call`"),
+        )
+        for name, of, what in multiples:
+            if getattr(self, name) % of:
+                raise ValueError(
+                    f"`{name}` must be a multiple of the {of} {what}, got"
+                    f" {getattr(self, name)}"
+                )
+        self.target_rule()
+        self.sampler()
+        check_resume(self.resume, self.checkpoint)
+        refuse_idle(self.checkpoint, ("full_every",), "embedding tables")
+
+    def rounds(self) -> int:
+        """How often the environments act and the learner learns."""
+        return -(-self.steps // self.train_every)
+
+    def total_updates(self) -> int:
+        """Updates of the whole run, at least 1."""
+        before = -(-self.learning_starts // self.train_every)
+        return max(self.rounds() - max(before, 1) + 1, 1) * self.updates
+
+    def target_rule(self) -> rl.TargetRule:
+        """How the target follows."""
+        if self.target == "hard":
+            return rl.HardCopy(self.target_every)
+        return rl.Polyak(self.tau)
+
+    def sampler(self) -> rl.Sampler:
+        """What the replay draws by."""
+        if self.replay == "uniform":
+            if self.alpha is not None:
+                raise ValueError(
+                    f"`alpha` {self.alpha} has no effect with `replay` uniform. Leave it out"
+                )
+            return rl.Uniform()
+        if self.replay == "rank":
+            return rl.RankBased(0.7 if self.alpha is None else self.alpha)
+        return rl.Proportional(0.6 if self.alpha is None else self.alpha)
+
+
+def main(config: Config) -> dict[str, Any]:
+    """Runs the experiment.
+
+    Args:
+      config: all settings.
+
+    Returns:
+      The result: what the program prints as its last line.
+    """
+    with joined(config) as own:
+        return run(own)
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Runs the experiment in this process, once its devices are there."""
+    started = time.perf_counter()
+    if config.out is not None:
+        claim(config.out, resumes(config))
+    run = Run(config)
+    checkpoints = Checkpoints(config, config.rounds())
+    with (
+        checkpoints,
+        open_writers(config.out, config, resumes(config)) as writer,
+    ):
+        with checkpoints.catch_sigterm():
+            result = run.train(writer, checkpoints)
+        checkpoints.end(None)
+    result = {
+        "experiment": "dqn",
+        "env": config.env,
+        "mesh": config.mesh,
+        "devices": run.learner.mesh.size,
+        "zero": config.zero,
+        "target": config.target,
+        "replay": config.replay,
+        "seed": config.seed,
+        **run.learner.facts(),
+        **result,
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+    result = finite(result)
+    if config.out is not None:
+        write_result(config.out, result, run.rows, ("return", "loss"))
+    return result
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Kept:
+    """What a checkpoint has of a run; numbers that are no arrays are in its `extra`."""
+
+    learner: Any
+    replay: dict[str, Any]  # of `_padded`
+
+
+class Run:
+    """An agent in its environments."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.rows: list[dict[str, float]] = []
+        self.envs = open_envs(config, config.num_envs)
+        obs = self.envs.reset(seed=config.seed)
+        self.learner = make_learner(config, self.envs, obs)
+        self.replay = rl.Replay(
+            _example(obs),
+            config.capacity,
+            config.sampler(),
+            seed=config.seed,
+        )
+        self._rng = np.random.default_rng([config.seed, 0])
+        self._start(obs)
+
+    def _start(self, obs: Any) -> None:
+        """Begins with new episodes."""
+        config = self.config
+        self._obs = obs
+        self._n_step = rl.NStep(config.n_step, config.discount, config.num_envs)
+        self._returns = np.zeros(config.num_envs)
+        self._finished: list[float] = []  # returns since the last row
+
+    def train(self, writer: writers.Writer, checkpoints: Checkpoints) -> dict[str, Any]:
+        """Acts and learns, and returns its part of the result."""
+        config = self.config
+        begun, kept, extra = checkpoints.begin(self._kept())
+        if begun:
+            self._go_on(begun, kept, extra)
+        rounds, every = config.rounds(), config.train_every
+        acting = learning = 0.0
+        taken, updates = 0, 0
+        figures: dict[str, list[float]] = {}
+        bar = writers.ProgressBar(
+            rounds,
+            batch_size=every,
+            show=("train/loss", "train/return_mean", "eval/return_mean"),
+            enabled=is_first(),
+        )
+        with bar:
+            for number in range(begun + 1, rounds + 1):
+                mark = time.perf_counter()
+                self._act((number - 1) * every)
+                acting += time.perf_counter() - mark
+                taken += every
+                if number * every >= config.learning_starts:
+                    mark = time.perf_counter()
+                    for name, values in self._learn(number / rounds).items():
+                        figures.setdefault(name, []).extend(values)
+                    learning += time.perf_counter() - mark
+                    updates += config.updates
+                steps = number * every
+                row = {}
+                evaluates = (
+                    steps // config.eval_every > (steps - every) // config.eval_every
+                )
+                if evaluates or number == rounds:
+                    row = self._row(figures)
+                    row |= self.evaluate(number) | checkpoints.figures()
+                    figures = {}
+                    self.rows.append({"step": steps, **row})
+                    writer.write(steps, row)
+                bar.write(number, row)
+                if config.checkpoint.dir is not None:
+                    checkpoints.after(number, self._kept(), self._extra)
+        last = self.rows[-1]
+        stats = self.replay.stats()
+        return {
+            "steps": rounds * every,
+            "updates": config.total_updates(),
+            **{k: v for k, v in last.items() if k.startswith(("eval/", "train/"))},
+            "eval/episodes": config.eval_episodes,
+            "env_steps_per_s": _rate(taken, acting + learning),
+            "acting_steps_per_s": _rate(taken, acting),
+            "updates_per_s": _rate(updates, learning),
+            "samples_per_insert": round(stats["samples_per_insert"], 2),
+            "stale_priorities": stats["stale"],
+            **checkpoints.figures(),
+        }
+
+    def _act(self, steps: int) -> None:
+        """Fills the replay with `train_every` steps, the first of which is number `steps`."""
+        config = self.config
+        until = max(1, round(config.epsilon_fraction * config.steps))
+        for done in range(steps, steps + config.train_every, config.num_envs):
+            epsilon = rl.linear_epsilon(
+                done, start=config.epsilon, end=config.epsilon_final, steps=until
+            )
+            q_values = self.learner.q_values(self._obs)
+            actions = rl.epsilon_greedy(q_values, epsilon, self._rng)
+            step = self.envs.step(actions)
+            items = self._n_step.add(
+                obs=self._obs,
+                action=actions.astype(np.int32),
+                reward=step.reward,
+                next_obs=step.next_obs,
+                terminated=step.terminated,
+                truncated=step.truncated,
+                valid=step.valid,
+            )
+            self.replay.add(items)
+            self._obs = step.obs
+            self._returns += step.reward * step.valid
+            self._finished += self._returns[step.done].tolist()
+            self._returns[step.done] = 0.0
+
+    def _learn(self, progress: float) -> dict[str, list[float]]:
+        """Takes `updates` updates; returns figures of each."""
+        config = self.config
+        beta = config.beta + (1 - config.beta) * progress
+        found: dict[str, list[float]] = {}
+        for _ in range(config.updates // config.updates_per_call):
+            batch = self.replay.sample(
+                config.batch_size, beta=beta, groups=config.updates_per_call
+            )
+            td, info = self.learner.learn(batch)
+            if not np.isfinite(td).all():
+                raise ValueError(
+                    "a TD error is not finite: lower --lr or --clip, or let the target"
+                    " follow more slowly"
+                )
+            if config.replay != "uniform":
+                self.replay.set_priorities(batch.ids, td)
+            for name in ("loss", "grad_norm"):
+                found.setdefault(name, []).extend(info[name].tolist())
+            found.setdefault("td", []).extend(td.mean(axis=1).tolist())
+        self.learner.publish()
+        return found
+
+    def _row(self, figures: dict[str, list[float]]) -> dict[str, float]:
+        """Means since the row before."""
+        row = {f"train/{name}": float(np.mean(v)) for name, v in figures.items()}
+        row["train/episodes"] = len(self._finished)
+        if self._finished:
+            row["train/return_mean"] = float(np.mean(self._finished))
+        self._finished = []
+        return row
+
+    def evaluate(self, number: int) -> dict[str, float]:
+        """Returns of fresh episodes, without random actions; their seed is the round's."""
+        episodes = self.config.eval_episodes
+        envs = open_envs(self.config, episodes)
+        obs = envs.reset(seed=_seed(self.config.seed, EVALUATION, number))
+        returns, going = np.zeros(episodes), np.ones(episodes, bool)
+        rng = np.random.default_rng(0)  # which draws nothing
+        while going.any():
+            actions = rl.epsilon_greedy(self.learner.q_values(obs), 0.0, rng)
+            step = envs.step(actions)
+            returns += step.reward * going
+            going &= ~step.done
+            obs = step.obs
+        envs.close()
+        return {
+            "eval/return_mean": float(returns.mean()),
+            "eval/return_min": float(returns.min()),
+        }
+
+    def _kept(self) -> Kept:
+        replay = _padded(self.replay.state_dict(), self.config.capacity)
+        return Kept(self.learner.state, replay)
+
+    def _extra(self) -> dict[str, Any]:
+        rows = [finite(row) for row in self.rows]
+        return {"rows": rows, "rng": self._rng.bit_generator.state}
+
+    def _go_on(self, number: int, kept: Kept, extra: dict[str, Any]) -> None:
+        """Becomes as the run was after a round, but for its environments."""
+        self.rows = as_floats(extra["rows"])
+        self._rng.bit_generator.state = extra["rng"]
+        self.learner.state = kept.learner
+        self.learner.publish()
+        self.replay.load_state_dict(_unpadded(kept.replay))
+        self._start(self.envs.reset(seed=_seed(self.config.seed, RESTART, number)))
+
+
+def open_envs(config: Config, num_envs: int) -> rl.VectorEnv:
+    """The environments of a config."""
+    return rl.make_gymnasium(config.env, num_envs)
+
+
+def make_learner(config: Config, envs: rl.VectorEnv, obs: Any) -> Learner:
+    """What learns in environments that begin with these observations.
+
+    Raises:
+      ValueError: for observations that are no vectors.
+    """
+    shape, kind = np.shape(obs), np.asarray(obs).dtype.kind
+    if len(shape) != 2 or kind != "f":
+        raise ValueError(
+            f"the observations of `env` {config.env!r} must be vectors of floats, got"
+            f" {np.asarray(obs).dtype}{list(shape[1:])}"
+        )
+    return VectorLearner(config, shape[1], envs.num_actions)
+
+
+def _example(obs: Any) -> dict[str, Any]:
+    """An item of the replay, as `NStep` makes them."""
+    one = jax.tree.map(lambda x: x[0], obs)
+    number = np.float32(0)
+    return {
+        "obs_tm1": one,
+        "a_tm1": np.int32(0),
+        "r_t": number,
+        "discount_t": number,
+        "obs_t": one,
+    }
+
+
+def _padded(state: dict[str, Any], capacity: int) -> dict[str, Any]:
+    """A replay's state with arrays of one size, whatever is in it: they are restored into
+    those of another."""
+    rows = len(state["ids"])
+
+    def pad(x):
+        out = np.zeros((capacity, *x.shape[1:]), x.dtype)
+        out[: len(x)] = x
+        return out
+
+    grow = [name for name in ("items", "ids", "order", "priorities") if name in state]
+    sizes = {"rows": np.int64(rows), "size": np.int64(len(state["order"]))}
+    return {**state, **{n: jax.tree.map(pad, state[n]) for n in grow}, **sizes}
+
+
+def _unpadded(state: dict[str, Any]) -> dict[str, Any]:
+    """What `_padded` was given."""
+    state = dict(state)
+    rows, size = int(state.pop("rows")), int(state.pop("size"))
+    state["order"] = state["order"][:size]
+    for name in ("items", "ids", "priorities"):
+        if name in state:
+            state[name] = jax.tree.map(lambda x: x[:rows], state[name])
+    return state
+
+
+def _seed(seed: int, use: int, number: int) -> int:
+    """A seed for environments, other than the run's own."""
+    return int(np.random.SeedSequence([seed, use, number]).generate_state(1)[0] >> 1)
+
+
+def _rate(count: int, seconds: float) -> float:
+    return round(count / seconds, 1) if count and seconds else math.nan
+
+
+def from_anything(values: dict[str, Any]) -> Config:
+    """A config from nested dicts; an unknown key is an error that names the nearest."""
+    return configs.from_dict(Config, values)
+
+
+if __name__ == "__main__":
+    found = configs.run_program(main, Config, "experiments.dqn", __doc__)
+    if is_first():
+        print(json.dumps(found, allow_nan=False))
