@@ -38,11 +38,13 @@ from experiments.output import (
     open_writers,
     write_result,
 )
-from experiments.storage import refuse_idle
+from experiments.storage import StorageConfig, refuse_idle
+from experiments.table_learner import RecSimConfig, TableLearner
 from shardjax import rl, writers, zero
 
 log = logging.getLogger("experiments.dqn")
 
+RECSIM = "recsim"  # the environment that is none of Gymnasium's
 EVALUATION, RESTART = 1, 2  # what seeds are for, besides the run itself
 
 
@@ -51,7 +53,10 @@ class Config(ProcessConfig):
     """All settings of a run."""
 
     env: str = "CartPole-v1"
-    """An environment of Gymnasium, with observations that are vectors and numbered actions."""
+    """An environment of Gymnasium, with observations that are vectors and numbered actions; or
+    recsim, a recommender whose users and items lie in embedding tables."""
+    recsim: RecSimConfig = field(default_factory=RecSimConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
     mesh: str = "1x1"
     """Devices along data x model, such as 8x1; a CPU host simulates those it lacks. Batches
     and ZeRO are over data."""
@@ -377,8 +382,8 @@ class Run:
                 )
             if config.replay != "uniform":
                 self.replay.set_priorities(batch.ids, td)
-            for name in ("loss", "grad_norm"):
-                found.setdefault(name, []).extend(info[name].tolist())
+            for name, values in info.items():
+                found.setdefault(name, []).extend(values.tolist())
             found.setdefault("td", []).extend(td.mean(axis=1).tolist())
         self.learner.publish()
         return found
@@ -431,6 +436,8 @@ class Run:
 
 def open_envs(config: Config, num_envs: int) -> rl.VectorEnv:
     """The environments of a config."""
+    if config.env == RECSIM:
+        return config.recsim.envs(num_envs)
     return rl.make_gymnasium(config.env, num_envs)
 
 
@@ -440,6 +447,8 @@ def make_learner(config: Config, envs: rl.VectorEnv, obs: Any) -> Learner:
     Raises:
       ValueError: for observations that are no vectors.
     """
+    if isinstance(envs, rl.RecSim):
+        return TableLearner(config, envs)
     shape, kind = np.shape(obs), np.asarray(obs).dtype.kind
     if len(shape) != 2 or kind != "f":
         raise ValueError(
@@ -451,7 +460,7 @@ def make_learner(config: Config, envs: rl.VectorEnv, obs: Any) -> Learner:
 
 def _example(obs: Any) -> dict[str, Any]:
     """An item of the replay, as `NStep` makes them."""
-    one = jax.tree.map(lambda x: x[0], obs)
+    one = jax.tree.map(lambda x: np.asarray(x[0]), obs)
     number = np.float32(0)
     return {
         "obs_tm1": one,

@@ -108,7 +108,7 @@ class VectorLearner:
         items = place({**batch.items, "weights": batch.weights}, self._batch)
         self.state, info = self._step(self.state, items)
         td = fetch(info.pop("td"))
-        return td, {name: np.asarray(x) for name, x in info.items()}
+        return td, {name: np.asarray(info[name]) for name in ("loss", "grad_norm")}
 
     def facts(self) -> dict[str, Any]:
         """See `Learner`."""

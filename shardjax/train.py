@@ -445,6 +445,62 @@ def _in_microbatches(grad_of, size, params, model_state, blocks, data):
     return value, grads, jax.tree.map(join, block_grads), aux
 
 
+def _outputs(network, collection, params, model_state, tables, arrays, layout):
+    """What a model returns without training, of this device's examples."""
+    rows = collection.gather_rows(tables, arrays)
+    blocks = collection.embed(rows, arrays, layout)
+    embeddings = split_features(layout, blocks, sequence_masks(layout, arrays))
+    outputs, _ = network.apply(
+        params, model_state, arrays["dense"], embeddings, train=False
+    )
+    return outputs
+
+
+def make_apply_step(
+    network: Network, collection: EmbeddingCollection
+) -> Callable[[TrainState, PreparedBatch], Any]:
+    """Makes what gives the outputs of a model; it reads the state and inserts nothing.
+
+    Args:
+      network, collection: as of `make_train_step`.
+
+    Returns:
+      `step(state, batch) -> outputs`, for a batch prepared with `train=False`: what the
+      model returns, each leaf [devices * examples, ...], of which the first `batch.size`
+      are those of the batch.
+    """
+    by_device = jax.P(collection.axes)
+
+    def local_step(params, model_state, tables, packed, *, layout):
+        arrays = layout.unpack(packed[0])
+        return _outputs(
+            network, collection, params, model_state, tables, arrays, layout
+        )
+
+    @partial(jax.jit, static_argnames="layout")
+    def run(params, model_state, tables, packed, *, layout):
+        return jax.shard_map(
+            partial(local_step, layout=layout),
+            mesh=collection.mesh,
+            in_specs=(jax.P(), jax.P(), collection.state_spec(), by_device),
+            out_specs=by_device,
+            check_vma=False,
+        )(params, model_state, tables, packed)
+
+    def step(state: TrainState, batch: PreparedBatch):
+        collection.planner.check_current(batch.plan)
+        return run(
+            state.params,
+            state.model_state,
+            state.tables,
+            batch.packed,
+            layout=batch.layout,
+        )
+
+    step.jitted = run
+    return step
+
+
 def make_eval_step(
     network: Network,
     collection: EmbeddingCollection,
@@ -466,13 +522,10 @@ def make_eval_step(
 
     def local_step(params, model_state, tables, metrics, packed, *, layout):
         arrays = layout.unpack(packed[0])
-        rows = collection.gather_rows(tables, arrays)
-        blocks = collection.embed(rows, arrays, layout)
-        embeddings = split_features(layout, blocks, sequence_masks(layout, arrays))
-        logits, _ = network.apply(
-            params, model_state, arrays["dense"], embeddings, train=False
+        outputs = _outputs(
+            network, collection, params, model_state, tables, arrays, layout
         )
-        logits = finish_logits(logits, layout.examples)
+        logits = finish_logits(outputs, layout.examples)
         losses = _losses(loss, logits, arrays["labels"], arrays["weights"])
         metrics = _update_metrics(metrics, arrays, logits, losses, predict)
         return metrics, predict(logits)

@@ -18,6 +18,7 @@ Deep Q-learning over embedding tables
                                     network returns
     keep_target                     a row optimizer that keeps a target of each row
     read_target, copy_targets, check_targets, RowTargetState   in a step of your own
+    TouchedCopy                     copies rows that training has touched into another table
 
 Environments
     GymnasiumEnvs, make_gymnasium   vector environments, whatever their autoreset mode
@@ -71,3 +72,4 @@ from shardjax.rl.target import (
     init_target as init_target,
     make_target_step as make_target_step,
 )
+from shardjax.rl.touched import TouchedCopy as TouchedCopy

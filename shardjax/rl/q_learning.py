@@ -35,7 +35,8 @@ class QLearning:
     the importance weights. Predictions are |TD errors|, what priorities are to be made of.
 
     Attributes:
-      target: how the target follows, of the network and of each table.
+      target: how the target follows, of the network and of each table. `HardCopy(1)` is the
+        network itself, which learning is seldom stable with.
       double: the online network chooses the next action, the target says what it is worth
         (van Hasselt et al. 2016); False for the target's largest value.
       huber: TD errors beyond it count linearly; None for squares alone (halved).

@@ -1,0 +1,250 @@
+"""Deep Q-learning of a recommender: a network over tiered embedding tables.
+
+Users and items have rows in tables that may be larger than the devices, than RAM: where they
+lie is for `--storage`. A value is asked for per candidate, so the network scores pairs of a
+state (the user, what was shown and clicked in the session) and an item.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import shardjax as sj
+from experiments.learners import make_optimizer
+from shardjax import embed, rl, train
+from shardjax.data import Batch
+
+if TYPE_CHECKING:
+    from experiments.dqn import Config
+
+NOTHING = 0  # no item has this id
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecSimConfig:
+    """The recommender of --env recsim, and its embedding tables."""
+
+    users: int = 100_000
+    """How many users there are."""
+    items: int = 100_000
+    """How many items there are."""
+    slate: int = 10
+    """Candidates to choose from at each step."""
+    dim: int = 16
+    """Numbers per row of the tables of users and of items."""
+    rows: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = "adam"
+    """Optimizer of the rows; a step moves only the rows it uses."""
+    rows_lr: float = 2e-3
+    """Its learning rate."""
+
+    def __post_init__(self):
+        for name in ("users", "items", "slate", "dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"`{name}` must be positive, got {getattr(self, name)}"
+                )
+        if not self.rows_lr >= 0:
+            raise ValueError(f"`rows_lr` must not be negative, got {self.rows_lr}")
+
+    def envs(self, num_envs: int) -> rl.RecSim:
+        """Sessions of the recommender, all of one world."""
+        return rl.RecSim(num_envs, users=self.users, items=self.items, slate=self.slate)
+
+    def row_optimizer(self) -> optax.GradientTransformation:
+        """Of users and items."""
+        if self.rows == "rowwise_adagrad":
+            return embed.rowwise_adagrad(self.rows_lr, initial_accumulator=1e-4)
+        if self.rows == "adagrad":
+            return optax.adagrad(self.rows_lr, initial_accumulator_value=1e-4)
+        return (optax.adam if self.rows == "adam" else optax.sgd)(self.rows_lr)
+
+
+class PairNetwork(nnx.Module):
+    """Values of items in a state, from vectors; returns `rl.QValues`.
+
+    Args:
+      dim: of the vectors.
+      layers: widths of the hidden layers.
+      rngs: of the parameters.
+    """
+
+    def __init__(self, dim: int, layers: tuple[int, ...], rngs: nnx.Rngs):
+        widths = [6 * dim + 1, *layers, 1]
+        self.layers = nnx.List(
+            nnx.Linear(a, b, rngs=rngs)
+            for a, b in zip(widths[:-1], widths[1:], strict=True)
+        )
+
+    def __call__(self, dense: jax.Array, embeddings: dict[str, Any]) -> rl.QValues:
+        """dense: share of the session that is over before the action, and after it."""
+        candidates = embeddings["candidates"]
+        before = self._value(embeddings, "", dense[:, 0], embeddings["action"][:, None])
+        after = self._value(embeddings, "_t", dense[:, 1], candidates.values)
+        return rl.QValues(before[:, 0], jnp.where(candidates.mask, after, -jnp.inf))
+
+    def _value(self, embeddings, when: str, progress, items: jax.Array) -> jax.Array:
+        """Values [batch, items] of items [batch, items, dim]."""
+
+        def each(x):
+            return jnp.broadcast_to(x[:, None], (*items.shape[:2], x.shape[-1]))
+
+        user, shown, clicked = (
+            each(embeddings[name])
+            for name in ("user", f"shown{when}", f"clicked{when}")
+        )
+        parts = (user, shown, clicked, items, items * user, items * clicked)
+        x = jnp.concatenate([*parts, each(progress[:, None])], axis=-1)
+        for layer in self.layers[:-1]:
+            x = nnx.relu(layer(x))
+        return self.layers[-1](x)[..., 0]
+
+
+class TableLearner:
+    """Deep Q-learning in a `rl.RecSim`; a `Learner`.
+
+    Args:
+      config: of the program.
+      envs: of the recommender.
+    """
+
+    def __init__(self, config: "Config", envs: rl.RecSim):
+        self.mesh = sj.make_mesh(config.mesh)
+        self.slate, self.horizon = envs.num_actions, envs.horizon
+        rule = config.target_rule()
+        self.collection = make_tables(config, self.mesh, self.slate)
+        dim = config.recsim.dim
+        network = sj.from_nnx(PairNetwork(dim, config.layers, nnx.Rngs(config.seed)))
+        tx = make_optimizer(config)
+        plan = sj.plan_network(network, tx, self.collection, config.zero)
+        self.state = sj.init_state(network, tx, self.collection, zero=plan, target=rule)
+        self._step = sj.make_train_step(
+            network,
+            tx,
+            self.collection,
+            zero=plan,
+            objective=rl.QLearning(rule, double=config.double),
+        )
+        self._apply = train.make_apply_step(network, self.collection)
+        self.window = config.storage.window
+        self.counters: dict[str, float] = {}
+
+    def q_values(self, obs: dict[str, np.ndarray]) -> np.ndarray:
+        """See `Learner`."""
+        n = len(obs["user"])
+        nothing = np.full(n, NOTHING, np.uint64)
+        batch = self._batch(_no_state(n), nothing, obs, np.zeros(n), np.ones(n), None)
+        prepared = train.prepare(self.collection, batch, train=False)
+        return np.asarray(self._apply(self.state, prepared).q_t)[:n]
+
+    def publish(self) -> None:
+        """See `Learner`: actions are chosen by the tables as they are."""
+
+    def learn(self, batch: rl.ReplayBatch) -> tuple[np.ndarray, dict[str, Any]]:
+        """See `Learner`."""
+        updates, size = batch.ids.shape
+        made = [self._items(batch, number) for number in range(updates)]
+        losses, errors = [], []
+        for start in range(0, updates, self.window):
+            part = made[start : start + self.window]
+            for prepared in train.prepare_window(self.collection, part):
+                self.state, info = self._step(self.state, prepared)
+                train.add_counters(self.counters, prepared.counters)
+                losses.append(info["loss"])
+                errors.append(info["predictions"])
+        found = np.stack([np.asarray(x)[:size] for x in errors])
+        return found, {"loss": np.asarray(losses)}
+
+    def facts(self) -> dict[str, Any]:
+        """See `Learner`."""
+        parameters = sum(x.size for x in jax.tree.leaves(self.state.params))
+        return {"parameters": parameters, "rows": self.rows}
+
+    @property
+    def rows(self) -> int:
+        """How many users and items have a row."""
+        return sum(stats["rows"] for stats in self.collection.total_stats())
+
+    def close(self) -> None:
+        """Removes the rows on disk."""
+        self.collection.close()
+
+    def _items(self, batch: rl.ReplayBatch, number: int) -> Batch:
+        """One of the batches of a draw."""
+        items = jax.tree.map(lambda x: x[number], batch.items)
+        before = items["obs_tm1"]
+        everyone = np.arange(len(items["a_tm1"]))
+        shown = before["candidates"][everyone, items["a_tm1"]]
+        return self._batch(
+            before,
+            shown,
+            items["obs_t"],
+            items["r_t"],
+            items["discount_t"],
+            batch.weights[number],
+        )
+
+    def _batch(self, before, action, after, r_t, discount_t, weights) -> Batch:
+        """Items as a batch: what the features of `make_tables` say."""
+        candidates = after["candidates"]
+        lengths = np.full(len(candidates), self.slate, np.int32)
+        dense = np.stack(
+            [before["step"] / self.horizon, after["step"] / self.horizon, discount_t],
+            axis=1,
+        ).astype(np.float32)
+        return Batch(
+            np.asarray(r_t, np.float32),
+            dense,
+            np.stack([after["user"], action]),
+            ("user", "action"),
+            {
+                **_session(before, ""),
+                **_session(after, "_t"),
+                "candidates": embed.Jagged(candidates.reshape(-1), lengths),
+            },
+            weights,
+        )
+
+
+def make_tables(config: "Config", mesh, slate: int) -> embed.EmbeddingCollection:
+    """Tables of users and items, with a target of each row."""
+    tx = rl.keep_target(config.recsim.row_optimizer(), config.target_rule())
+    user, item = (
+        embed.TableSpec(name, config.recsim.dim, tx, initializer=embed.uniform(0.05))
+        for name in ("user", "item")
+    )
+    bag = embed.FeatureSpec(item, combiner="mean")
+    features = {
+        "user": embed.FeatureSpec(user),
+        "action": embed.FeatureSpec(item, padding_id=NOTHING),
+        **dict.fromkeys(("shown", "clicked", "shown_t", "clicked_t"), bag),
+        "candidates": embed.FeatureSpec(item, combiner="none", max_length=slate),
+    }
+    return embed.EmbeddingCollection(
+        features, mesh=mesh, seed=config.seed, storage=config.storage.storage()
+    )
+
+
+def _session(obs: dict[str, np.ndarray], when: str) -> dict[str, embed.Jagged]:
+    """Bags of the items that were shown, and of those that were clicked."""
+    history = obs["history"]
+    there = np.arange(history.shape[1]) < obs["history_length"][:, None]
+
+    def bag(mask):
+        return embed.Jagged(history[mask], mask.sum(axis=1, dtype=np.int32))
+
+    return {f"shown{when}": bag(there), f"clicked{when}": bag(there & obs["clicked"])}
+
+
+def _no_state(n: int) -> dict[str, np.ndarray]:
+    """An observation of which nothing is known."""
+    return {
+        "history": np.zeros((n, 0), np.uint64),
+        "history_length": np.zeros(n, np.int32),
+        "clicked": np.zeros((n, 0), bool),
+        "step": np.zeros(n, np.int32),
+    }
