@@ -6,10 +6,13 @@
 
 Several environments act by turns with the updates: `train_every` steps, then `updates` of
 them. Prints progress, and as the last line one JSON object with the result, of which
-`eval/return_mean` is the mean return of fresh episodes of the last parameters, without
-random actions. On a host without enough devices the mesh is simulated on the CPU.
+`eval/return_mean` is the mean return of fresh episodes without random actions: of the
+parameters that did best in the evaluations during the run, which were of other episodes, or
+with `--keep last` of the last ones. On a host without enough devices the mesh is simulated on
+the CPU.
 """
 
+import dataclasses
 import json
 import logging
 import math
@@ -43,7 +46,7 @@ from shardjax import rl, writers, zero
 
 log = logging.getLogger("experiments.dqn")
 
-EVALUATION, RESTART = 1, 2  # what seeds are for, besides the run itself
+EVALUATION, RESTART, RESULT = 1, 2, 3  # what seeds are for, besides the run itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ class Config(ProcessConfig):
     """The network chooses the action that its target evaluates."""
     discount: float = 0.99
     """What a reward a step later is worth."""
-    n_step: int = 1
+    n_step: int = 3
     """Steps of an item: the rewards that it has before the target's estimate."""
     lr: float = 2.3e-3
     """Learning rate of Adam at the start; it falls linearly."""
@@ -93,9 +96,9 @@ class Config(ProcessConfig):
     """Steps before the first update."""
     target: Literal["hard", "polyak"] = "hard"
     """The target network is copied every --target-every updates, or follows by --tau."""
-    target_every: int = 10
+    target_every: int = 128
     """Updates between copies."""
-    tau: float = 0.05
+    tau: float = 0.01
     """Share of the way to the parameters that the target moves in each update."""
     replay: Literal["uniform", "proportional", "rank"] = "uniform"
     """How items are drawn: all alike, or by priority (Schaul et al. 2016)."""
@@ -111,8 +114,11 @@ class Config(ProcessConfig):
     """What it falls to."""
     epsilon_fraction: float = 0.16
     """Share of the run in which it falls."""
-    eval_every: int = 5120
+    eval_every: int = 2560
     """Steps between evaluations."""
+    keep: Literal["best", "last"] = "best"
+    """The parameters whose episodes are the result: of the best evaluation, and of those as
+    good the latest, or the last ones."""
     eval_episodes: int = 20
     """Episodes of an evaluation, without random actions."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -248,7 +254,12 @@ class Kept:
     """What a checkpoint has of a run; numbers that are no arrays are in its `extra`."""
 
     learner: Any
+    kept: Any  # of the learner
     replay: dict[str, Any]  # of `_padded`
+
+    def replace(self, **changes) -> "Kept":
+        """A copy with other values for some fields."""
+        return dataclasses.replace(self, **changes)
 
 
 class Run:
@@ -267,6 +278,7 @@ class Run:
             seed=config.seed,
         )
         self._rng = np.random.default_rng([config.seed, 0])
+        self._best = -math.inf  # of the evaluations
         self._start(obs)
 
     def _start(self, obs: Any) -> None:
@@ -290,7 +302,7 @@ class Run:
         bar = writers.ProgressBar(
             rounds,
             batch_size=every,
-            show=("train/loss", "train/return_mean", "eval/return_mean"),
+            show=("train/loss", "train/return_mean", "valid/return_mean"),
             enabled=is_first(),
         )
         with bar:
@@ -312,19 +324,24 @@ class Run:
                 )
                 if evaluates or number == rounds:
                     row = self._row(figures)
-                    row |= self.evaluate(number) | checkpoints.figures()
+                    row |= self._evaluate(number) | checkpoints.figures()
                     figures = {}
                     self.rows.append({"step": steps, **row})
                     writer.write(steps, row)
                 bar.write(number, row)
                 if config.checkpoint.dir is not None:
                     checkpoints.after(number, self._kept(), self._extra)
-        last = self.rows[-1]
-        stats = self.replay.stats()
+        last, stats = self.rows[-1], self.replay.stats()
+        if config.keep == "best":
+            self.learner.choose_kept()
+        found = self.returns(_seed(config.seed, RESULT, 0))
         return {
             "steps": rounds * every,
             "updates": config.total_updates(),
-            **{k: v for k, v in last.items() if k.startswith(("eval/", "train/"))},
+            **{k: v for k, v in last.items() if k.startswith("train/")},
+            "valid/return_mean": last["valid/return_mean"],
+            "eval/return_mean": float(found.mean()),
+            "eval/return_min": float(found.min()),
             "eval/episodes": config.eval_episodes,
             "env_steps_per_s": _rate(taken, acting + learning),
             "acting_steps_per_s": _rate(taken, acting),
@@ -392,11 +409,23 @@ class Run:
         self._finished = []
         return row
 
-    def evaluate(self, number: int) -> dict[str, float]:
-        """Returns of fresh episodes, without random actions; their seed is the round's."""
+    def _evaluate(self, number: int) -> dict[str, float]:
+        """Plays episodes after a round, and keeps parameters that were never better."""
+        mean = float(self.returns(_seed(self.config.seed, EVALUATION, number)).mean())
+        if mean >= self._best:
+            self._best = mean
+            self.learner.keep()
+        return {"valid/return_mean": mean}
+
+    def returns(self, seed: int) -> np.ndarray:
+        """Returns of `eval_episodes` episodes without random actions, float64 [episodes].
+
+        Args:
+          seed: of the environments.
+        """
         episodes = self.config.eval_episodes
         envs = open_envs(self.config, episodes)
-        obs = envs.reset(seed=_seed(self.config.seed, EVALUATION, number))
+        obs = envs.reset(seed=seed)
         returns, going = np.zeros(episodes), np.ones(episodes, bool)
         rng = np.random.default_rng(0)  # which draws nothing
         while going.any():
@@ -406,24 +435,24 @@ class Run:
             going &= ~step.done
             obs = step.obs
         envs.close()
-        return {
-            "eval/return_mean": float(returns.mean()),
-            "eval/return_min": float(returns.min()),
-        }
+        return returns
 
     def _kept(self) -> Kept:
         replay = _padded(self.replay.state_dict(), self.config.capacity)
-        return Kept(self.learner.state, replay)
+        return Kept(self.learner.state, self.learner.kept, replay)
 
     def _extra(self) -> dict[str, Any]:
         rows = [finite(row) for row in self.rows]
-        return {"rows": rows, "rng": self._rng.bit_generator.state}
+        generator = self._rng.bit_generator.state
+        best = finite({"best": self._best})  # JSON has no infinity
+        return {"rows": rows, **best, "rng": generator}
 
     def _go_on(self, number: int, kept: Kept, extra: dict[str, Any]) -> None:
         """Becomes as the run was after a round, but for its environments."""
         self.rows = as_floats(extra["rows"])
+        self._best = -math.inf if extra["best"] is None else extra["best"]
         self._rng.bit_generator.state = extra["rng"]
-        self.learner.state = kept.learner
+        self.learner.state, self.learner.kept = kept.learner, kept.kept
         self.learner.publish()
         self.replay.load_state_dict(_unpadded(kept.replay))
         self._start(self.envs.reset(seed=_seed(self.config.seed, RESTART, number)))

@@ -25,10 +25,12 @@ class Learner(Protocol):
 
     Attributes:
       state: a pytree of all that learning changes, to be saved and restored.
+      kept: a pytree of what `keep` has kept, likewise.
       mesh: of its devices.
     """
 
     state: Any
+    kept: Any
     mesh: jax.sharding.Mesh
 
     def q_values(self, obs: Any) -> np.ndarray:
@@ -38,6 +40,14 @@ class Learner(Protocol):
 
     def publish(self) -> None:
         """Makes what has been learned that by which actions are chosen."""
+        ...
+
+    def keep(self) -> None:
+        """Keeps what actions are chosen by now."""
+        ...
+
+    def choose_kept(self) -> None:
+        """Makes what was kept that by which actions are chosen."""
         ...
 
     def learn(self, batch: rl.ReplayBatch) -> tuple[np.ndarray, dict[str, Any]]:
@@ -94,6 +104,7 @@ class VectorLearner:
         self._q_values = jax.jit(q_values)
         self._own = jax.local_devices()[0]
         self.publish()
+        self.keep()
 
     def q_values(self, obs: np.ndarray) -> np.ndarray:
         """See `Learner`."""
@@ -102,6 +113,14 @@ class VectorLearner:
     def publish(self) -> None:
         """See `Learner`: a copy on one device, so that acting is no matter of the mesh."""
         self._published = jax.device_put(fetch(self.state.params), self._own)
+
+    def keep(self) -> None:
+        """See `Learner`."""
+        self.kept = self._published  # nobody gives it away
+
+    def choose_kept(self) -> None:
+        """See `Learner`."""
+        self._published = jax.device_put(fetch(self.kept), self._own)
 
     def learn(self, batch: rl.ReplayBatch) -> tuple[np.ndarray, dict[str, Any]]:
         """See `Learner`."""
