@@ -9,12 +9,13 @@ them. Prints progress, and as the last line one JSON object with the result, of 
 `eval/return_mean` is the mean return of fresh episodes without random actions: of the
 parameters that did best in the evaluations during the run, which were of other episodes, or
 with `--keep last` of the last ones. On a host without enough devices the mesh is simulated on
-the CPU.
+the CPU. It runs in one process.
+
+RESULTDOC
 """
 
 import dataclasses
 import json
-import logging
 import math
 import time
 from dataclasses import dataclass, field
@@ -32,7 +33,6 @@ from experiments.checkpoints import (
     check_resume,
     resumes,
 )
-from experiments.cluster import ProcessConfig, is_first, joined
 from experiments.learners import Learner, VectorLearner
 from experiments.output import (
     as_floats,
@@ -44,13 +44,11 @@ from experiments.output import (
 from experiments.storage import refuse_idle
 from shardjax import rl, writers, zero
 
-log = logging.getLogger("experiments.dqn")
-
 EVALUATION, RESTART, RESULT = 1, 2, 3  # what seeds are for, besides the run itself
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ProcessConfig):
+class Config:
     """All settings of a run."""
 
     env: str = "CartPole-v1"
@@ -211,8 +209,8 @@ def main(config: Config) -> dict[str, Any]:
     Returns:
       The result: what the program prints as its last line.
     """
-    with joined(config) as own:
-        return run(own)
+    sj.ensure_devices(config.mesh)
+    return run(config)
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -303,7 +301,6 @@ class Run:
             rounds,
             batch_size=every,
             show=("train/loss", "train/return_mean", "valid/return_mean"),
-            enabled=is_first(),
         )
         with bar:
             for number in range(begun + 1, rounds + 1):
@@ -533,5 +530,4 @@ def from_anything(values: dict[str, Any]) -> Config:
 
 if __name__ == "__main__":
     found = configs.run_program(main, Config, "experiments.dqn", __doc__)
-    if is_first():
-        print(json.dumps(found, allow_nan=False))
+    print(json.dumps(found, allow_nan=False))
