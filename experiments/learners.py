@@ -4,7 +4,7 @@ The program of `experiments.dqn` knows no network: it acts, fills a replay and e
 `Learner`. `VectorLearner` is that of observations which are vectors.
 """
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -12,12 +12,10 @@ import optax
 from flax import nnx
 
 import shardjax as sj
+from experiments.dqn_config import Config
 from shardjax import rl, zero
 from shardjax.models import QNetwork
 from shardjax.sharded import fetch, place
-
-if TYPE_CHECKING:
-    from experiments.dqn import Config
 
 
 class Learner(Protocol):
@@ -69,7 +67,7 @@ class VectorLearner:
       num_actions: how many actions there are.
     """
 
-    def __init__(self, config: "Config", width: int, num_actions: int):
+    def __init__(self, config: Config, width: int, num_actions: int):
         def make() -> QNetwork:
             return QNetwork(
                 width,
@@ -134,7 +132,7 @@ class VectorLearner:
         return {"parameters": sum(int(np.prod(p.shape)) for p in self.plan.leaves)}
 
 
-def make_optimizer(config: "Config") -> optax.GradientTransformation:
+def make_optimizer(config: Config) -> optax.GradientTransformation:
     """Adam, at a rate that falls to `lr_final` of itself over the updates of the run."""
     final = config.lr * config.lr_final
     return optax.adam(optax.linear_schedule(config.lr, final, config.total_updates()))
