@@ -165,8 +165,9 @@ class Replay:
                 )
             ids = np.arange(n, dtype=np.uint64) + np.uint64(first)
             if priorities is not None:
-                values = self._as_priorities(ids, priorities, "add")
-                masses, wrong = self._priorities.weigh(values)  # pyright: ignore
+                known = self._with_priorities("add")
+                values = _as_priorities(ids, priorities, "add")
+                masses, wrong = known.weigh(values)
                 if wrong >= 0:
                     raise _wrong_priority(ids, values, wrong, "add")
             elif self._priorities is not None:
@@ -270,9 +271,10 @@ class Replay:
         ids = _as_ids(ids)
         flat, method = ids.reshape(-1), "set_priorities"
         with self._lock:
-            values = self._as_priorities(flat, np.reshape(priorities, -1), method)
+            known = self._with_priorities(method)
+            values = _as_priorities(flat, np.reshape(priorities, -1), method)
             found = np.empty(flat.shape, np.bool_)
-            wrong, count = self._priorities.report(self._slot_ids, flat, values, found)
+            wrong, count = known.report(self._slot_ids, flat, values, found)
             if wrong >= 0:
                 raise _wrong_priority(flat, values, wrong, method)
             self._changes += count
@@ -398,10 +400,17 @@ class Replay:
             )
         leaves = self._columns.check_exactly(state["items"])
         order = np.asarray(state["order"], np.int32)
+        rows = len(state["ids"])
+        priorities, masses = np.zeros((2, self._capacity))
+        if self._priorities is not None:
+            priorities[:rows] = state["priorities"]
+            masses[order], wrong = self._priorities.weigh(priorities[order])
+            if wrong >= 0:
+                gone = np.asarray(state["ids"])[order]
+                raise _wrong_priority(gone, priorities[order], wrong, "load_state_dict")
         with self._lock:
             for column, x in zip(self._columns.leaves, leaves, strict=True):
                 column[: len(x)] = x
-            rows = len(state["ids"])
             self._slot_ids[:rows] = state["ids"]
             self._slot_ids[rows:] = NO_ITEM
             self._order.arrange(order)
@@ -411,9 +420,6 @@ class Replay:
                 zip(self._counts, np.asarray(state["counts"]).tolist(), strict=True)
             )
             if self._priorities is not None:
-                priorities, masses = np.zeros((2, self._capacity))
-                priorities[:rows] = state["priorities"]
-                masses[order], wrong = self._priorities.weigh(priorities[order])
                 slots = np.arange(self._capacity, dtype=np.int64)
                 self._priorities.write(slots, priorities, masses)
             words = [int(w) for w in state["generator"]]
@@ -437,20 +443,24 @@ class Replay:
         self._priorities.write(slots, priorities, masses)
         self._changes += len(slots)
 
-    def _as_priorities(self, ids, priorities, method: str) -> np.ndarray:
-        """Priorities as float64 [n], copied; whether they are some is not looked at."""
+    def _with_priorities(self, method: str) -> Priorities:
         if self._priorities is None:
             raise ValueError(
                 f"`{method}` got priorities, but the sampler is Uniform(), which has none."
                 " Use Proportional(...) or RankBased(...)."
             )
-        values = np.array(priorities, np.float64)
-        if values.shape != ids.shape:
-            raise ValueError(
-                f"`priorities` of `{method}` must be one for each item,"
-                f" {list(ids.shape)}, got {list(values.shape)}."
-            )
-        return values
+        return self._priorities
+
+
+def _as_priorities(ids: np.ndarray, priorities: Any, method: str) -> np.ndarray:
+    """Priorities as float64 [n], copied; whether they are some is not looked at."""
+    values = np.array(priorities, np.float64)
+    if values.shape != ids.shape:
+        raise ValueError(
+            f"`priorities` of `{method}` must be one for each item, {list(ids.shape)}, got"
+            f" {list(values.shape)}."
+        )
+    return values
 
 
 def _wrong_priority(ids, priorities, i: int, method: str) -> ValueError:
