@@ -226,7 +226,9 @@ class DeviceReplay:
                 state.items,
                 items,
             ),
-            generations=state.generations.at[slots].set(generations, mode="drop"),
+            generations=state.generations.at[slots].set(
+                _once_known(generations, before), mode="drop"
+            ),
             next_slot=jnp.where(next_slot >= 0, next_slot, next_slot + self.capacity),
             turn=jnp.where(next_slot >= 0, _after(state.turn), state.turn),
             size=state.size + added,
@@ -399,10 +401,11 @@ class DeviceReplay:
         rows = raw.reshape(-1, _BLOCK).at[blocks].get(mode="clip")
         first = state.largest[0].at[blocks].set(jnp.max(rows, axis=1), mode="drop")
         rows = first.reshape(-1, _BLOCK).at[of_blocks].get(mode="clip")
-        second = state.largest[1].at[of_blocks].set(jnp.max(rows, axis=1), mode="drop")
+        most = jnp.max(rows, axis=1)
+        second = state.largest[1].at[of_blocks].set(most, mode="drop")
         return replace(
             state,
-            masses=set_leaves(state.masses, slots, masses),
+            masses=set_leaves(state.masses, slots, _once_known(masses, most)),
             priorities=raw,
             largest=(first, second),
         )
@@ -412,6 +415,15 @@ _UNIFORM_HAS_NONE = (
     "`{}` got priorities, but the sampler is Uniform(), which has none. Use"
     " Proportional(...)."
 )
+
+
+def _once_known(values: Array, read: Array) -> Array:
+    """The same values; but to the compiler they depend on what was read.
+
+    What is written with them is thus written after the reading, and in place. Where the
+    order is open, a program may write first, and read from a copy of the whole array.
+    """
+    return jnp.where(values == read, read, values)
 
 
 def _after(turn: Array) -> Array:
