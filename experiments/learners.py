@@ -1,10 +1,11 @@
 """What learns in a kind of environment: a state, the values of actions, an update.
 
 The program of `experiments.dqn` knows no network: it acts, fills a replay and evaluates by a
-`Learner`. `VectorLearner` is that of observations which are vectors.
+`Learner`. `VectorLearner` is that of observations which are vectors; that of a recommender is
+`experiments.table_learner`.
 """
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -12,12 +13,10 @@ import optax
 from flax import nnx
 
 import shardjax as sj
-from shardjax import rl, zero
+from experiments.dqn_config import Config
+from shardjax import embed, rl, zero
 from shardjax.models import QNetwork
 from shardjax.sharded import fetch, place
-
-if TYPE_CHECKING:
-    from experiments.dqn import Config
 
 
 class Learner(Protocol):
@@ -25,10 +24,16 @@ class Learner(Protocol):
 
     Attributes:
       state: a pytree of all that learning changes, to be saved and restored.
+      kept: a pytree of what `keep` has kept, likewise.
+      tables: the embedding tables that belong to the state, of `collection`; () without.
+      collection: None without tables.
       mesh: of its devices.
     """
 
     state: Any
+    kept: Any
+    tables: Any
+    collection: embed.EmbeddingCollection | None
     mesh: jax.sharding.Mesh
 
     def q_values(self, obs: Any) -> np.ndarray:
@@ -40,6 +45,14 @@ class Learner(Protocol):
         """Makes what has been learned that by which actions are chosen."""
         ...
 
+    def keep(self) -> None:
+        """Keeps what actions are chosen by now."""
+        ...
+
+    def choose_kept(self) -> None:
+        """Makes what was kept that by which actions are chosen."""
+        ...
+
     def learn(self, batch: rl.ReplayBatch) -> tuple[np.ndarray, dict[str, Any]]:
         """Takes an update for each of the groups of a batch; returns |TD|, float32
         [groups, items], and figures of each update, [groups]."""
@@ -47,6 +60,10 @@ class Learner(Protocol):
 
     def facts(self) -> dict[str, Any]:
         """What the result says of it."""
+        ...
+
+    def close(self) -> None:
+        """Removes what it has on disk."""
         ...
 
 
@@ -59,7 +76,9 @@ class VectorLearner:
       num_actions: how many actions there are.
     """
 
-    def __init__(self, config: "Config", width: int, num_actions: int):
+    tables, collection = (), None
+
+    def __init__(self, config: Config, width: int, num_actions: int):
         def make() -> QNetwork:
             return QNetwork(
                 width,
@@ -94,6 +113,7 @@ class VectorLearner:
         self._q_values = jax.jit(q_values)
         self._own = jax.local_devices()[0]
         self.publish()
+        self.keep()
 
     def q_values(self, obs: np.ndarray) -> np.ndarray:
         """See `Learner`."""
@@ -102,6 +122,14 @@ class VectorLearner:
     def publish(self) -> None:
         """See `Learner`: a copy on one device, so that acting is no matter of the mesh."""
         self._published = jax.device_put(fetch(self.state.params), self._own)
+
+    def keep(self) -> None:
+        """See `Learner`."""
+        self.kept = self._published  # nobody gives it away
+
+    def choose_kept(self) -> None:
+        """See `Learner`."""
+        self._published = jax.device_put(fetch(self.kept), self._own)
 
     def learn(self, batch: rl.ReplayBatch) -> tuple[np.ndarray, dict[str, Any]]:
         """See `Learner`."""
@@ -114,8 +142,11 @@ class VectorLearner:
         """See `Learner`."""
         return {"parameters": sum(int(np.prod(p.shape)) for p in self.plan.leaves)}
 
+    def close(self) -> None:
+        """See `Learner`: there is nothing."""
 
-def make_optimizer(config: "Config") -> optax.GradientTransformation:
+
+def make_optimizer(config: Config) -> optax.GradientTransformation:
     """Adam, at a rate that falls to `lr_final` of itself over the updates of the run."""
     final = config.lr * config.lr_final
     return optax.adam(optax.linear_schedule(config.lr, final, config.total_updates()))

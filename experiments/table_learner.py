@@ -5,63 +5,20 @@ lie is for `--storage`. A value is asked for per candidate, so the network score
 state (the user, what was shown and clicked in the session) and an item.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 import shardjax as sj
+from experiments.dqn_config import Config
 from experiments.learners import make_optimizer
 from shardjax import embed, rl, train
 from shardjax.data import Batch
 
-if TYPE_CHECKING:
-    from experiments.dqn import Config
-
 NOTHING = 0  # no item has this id
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecSimConfig:
-    """The recommender of --env recsim, and its embedding tables."""
-
-    users: int = 100_000
-    """How many users there are."""
-    items: int = 100_000
-    """How many items there are."""
-    slate: int = 10
-    """Candidates to choose from at each step."""
-    dim: int = 16
-    """Numbers per row of the tables of users and of items."""
-    rows: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = "adam"
-    """Optimizer of the rows; a step moves only the rows it uses."""
-    rows_lr: float = 2e-3
-    """Its learning rate."""
-
-    def __post_init__(self):
-        for name in ("users", "items", "slate", "dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"`{name}` must be positive, got {getattr(self, name)}"
-                )
-        if not self.rows_lr >= 0:
-            raise ValueError(f"`rows_lr` must not be negative, got {self.rows_lr}")
-
-    def envs(self, num_envs: int) -> rl.RecSim:
-        """Sessions of the recommender, all of one world."""
-        return rl.RecSim(num_envs, users=self.users, items=self.items, slate=self.slate)
-
-    def row_optimizer(self) -> optax.GradientTransformation:
-        """Of users and items."""
-        if self.rows == "rowwise_adagrad":
-            return embed.rowwise_adagrad(self.rows_lr, initial_accumulator=1e-4)
-        if self.rows == "adagrad":
-            return optax.adagrad(self.rows_lr, initial_accumulator_value=1e-4)
-        return (optax.adam if self.rows == "adam" else optax.sgd)(self.rows_lr)
 
 
 class PairNetwork(nnx.Module):
@@ -112,7 +69,7 @@ class TableLearner:
       envs: of the recommender.
     """
 
-    def __init__(self, config: "Config", envs: rl.RecSim):
+    def __init__(self, config: Config, envs: rl.RecSim):
         self.mesh = sj.make_mesh(config.mesh)
         self.slate, self.horizon = envs.num_actions, envs.horizon
         rule = config.target_rule()
@@ -121,7 +78,9 @@ class TableLearner:
         network = sj.from_nnx(PairNetwork(dim, config.layers, nnx.Rngs(config.seed)))
         tx = make_optimizer(config)
         plan = sj.plan_network(network, tx, self.collection, config.zero)
-        self.state = sj.init_state(network, tx, self.collection, zero=plan, target=rule)
+        self.kept = ()
+        state = sj.init_state(network, tx, self.collection, zero=plan, target=rule)
+        self._take(state)
         self._step = sj.make_train_step(
             network,
             tx,
@@ -133,16 +92,29 @@ class TableLearner:
         self.window = config.storage.window
         self.counters: dict[str, float] = {}
 
+    def _take(self, state: sj.TrainState) -> None:
+        self.state, self.tables = state.replace(tables=()), state.tables
+
+    @property
+    def _whole(self) -> sj.TrainState:
+        return self.state.replace(tables=self.tables)
+
     def q_values(self, obs: dict[str, np.ndarray]) -> np.ndarray:
         """See `Learner`."""
         n = len(obs["user"])
         nothing = np.full(n, NOTHING, np.uint64)
         batch = self._batch(_no_state(n), nothing, obs, np.zeros(n), np.ones(n), None)
         prepared = train.prepare(self.collection, batch, train=False)
-        return np.asarray(self._apply(self.state, prepared).q_t)[:n]
+        return np.asarray(self._apply(self._whole, prepared).q_t)[:n]
 
     def publish(self) -> None:
         """See `Learner`: actions are chosen by the tables as they are."""
+
+    def keep(self) -> None:
+        """See `Learner`: nothing, tables are not copied."""
+
+    def choose_kept(self) -> None:
+        """See `Learner`: the last ones."""
 
     def learn(self, batch: rl.ReplayBatch) -> tuple[np.ndarray, dict[str, Any]]:
         """See `Learner`."""
@@ -152,7 +124,8 @@ class TableLearner:
         for start in range(0, updates, self.window):
             part = made[start : start + self.window]
             for prepared in train.prepare_window(self.collection, part):
-                self.state, info = self._step(self.state, prepared)
+                state, info = self._step(self._whole, prepared)
+                self._take(state)
                 train.add_counters(self.counters, prepared.counters)
                 losses.append(info["loss"])
                 errors.append(info["predictions"])
@@ -210,7 +183,7 @@ class TableLearner:
         )
 
 
-def make_tables(config: "Config", mesh, slate: int) -> embed.EmbeddingCollection:
+def make_tables(config: Config, mesh, slate: int) -> embed.EmbeddingCollection:
     """Tables of users and items, with a target of each row."""
     tx = rl.keep_target(config.recsim.row_optimizer(), config.target_rule())
     user, item = (

@@ -4,6 +4,7 @@ import doctest
 import importlib
 import pkgutil
 
+import gymnasium  # noqa: F401  its import sets an environment variable
 import pytest
 
 import shardjax

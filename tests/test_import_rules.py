@@ -12,6 +12,7 @@ LAYERS = "Layers of the library"
 PROGRAMS = "The library knows no program and no flags"
 PICTURES = "tensorboardX only in writers, matplotlib only in plots"
 FLAX = "flax only in models and where a user's module becomes a function"
+RL = "rl is about any network: no tables, data or checkpoints"
 TOC = "Inside the library, nothing imports the table of contents"
 
 
@@ -71,6 +72,10 @@ VIOLATIONS = [
     ("train", "import orbax.checkpoint", "orbax and tensorstore only in checkpoint"),
     ("data/batch", "import tensorstore", "orbax and tensorstore only in checkpoint"),
     ("train", "import tensorboardX", PICTURES),
+    ("rl/target", "import shardjax.train", LAYERS),
+    ("embed/spec", "import shardjax.rl", LAYERS),
+    ("rl/replay", "import shardjax.embed", RL),
+    ("rl/dqn", "from flax import nnx", FLAX),
     ("embed/spec", "import shardjax", TOC),
     ("mesh", "from shardjax import __version__", TOC),
 ]

@@ -1,7 +1,9 @@
-"""The Python of the README and of docs/export.md runs; commands are those that CI runs."""
+"""The Python of the README and of docs runs; commands are those that CI runs."""
 
 import re
 from pathlib import Path
+
+import gymnasium  # noqa: F401  its import sets an environment variable
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,6 +26,15 @@ def test_the_examples_of_exports_run(capsys):
     assert lines[1] == "(1000,) (1000, 4) float32"
     assert lines[2].startswith("[0.")
     assert lines[3] == "[ True False]"
+
+
+def test_the_example_of_reinforcement_learning_runs(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/rl.md").read_text(), re.S)
+    exec(compile("\n".join(blocks), "rl.md", "exec"), {"__name__": "rl"})
+    updates, loss = re.match(
+        r"(\d+) updates, the loss is ([\d.]+)\n", capsys.readouterr().out
+    ).groups()
+    assert 80 < int(updates) < 90 and 0 < float(loss) < 2
 
 
 def test_ci_runs_the_second_command():

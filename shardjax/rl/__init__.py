@@ -6,6 +6,11 @@ A replay in RAM
     ReplayBatch, Outcome            what `sample` draws; for which ids something was done
     NStep                           steps of environments to items of n steps
 
+A replay on devices: pure functions of a state, inside jit and scan
+    DeviceReplay, DeviceReplayState    of one device
+    ShardedReplay                      over an axis of a mesh
+    DeviceBatch, DeviceIds             what `sample` draws; slots and generations
+
 Deep Q-learning
     init_dqn, make_dqn_step         a learner's state, sharded by `shardjax.zero`, its update
     make_dqn_update                 the update for jits and scans of your own
@@ -26,6 +31,12 @@ Environments
     VectorEnv, EnvStep              the interface of them
 """
 
+from shardjax.rl.device_replay import (
+    DeviceBatch as DeviceBatch,
+    DeviceIds as DeviceIds,
+    DeviceReplay as DeviceReplay,
+    DeviceReplayState as DeviceReplayState,
+)
 from shardjax.rl.dqn import (
     DQNState as DQNState,
     init_dqn as init_dqn,
@@ -56,6 +67,7 @@ from shardjax.rl.samplers import (
     Sampler as Sampler,
     Uniform as Uniform,
 )
+from shardjax.rl.sharded_replay import ShardedReplay as ShardedReplay
 from shardjax.rl.table_target import (
     RowTargetState as RowTargetState,
     check_targets as check_targets,

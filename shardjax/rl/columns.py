@@ -1,4 +1,9 @@
-"""Items in RAM: a column per leaf, all in one block of bytes."""
+"""Items in RAM: a column per leaf, all in one block of bytes.
+
+Leaves of up to 64 bytes, such as rewards, actions and small observations, lie next to each
+other, so that a row of them is a cache line or two; larger ones in columns of their own.
+Either way leaf c of row r starts at ``starts[c] + r * strides[c]``.
+"""
 
 from typing import Any
 
@@ -8,26 +13,39 @@ import numpy as np
 
 from shardjax.rl.prefetch import copy_bytes, prefetch
 
-_ALIGNMENT = 64
-_AHEAD = 8  # rows
+_LINE = 64  # bytes of a cache line
+_SMALL = 64
+_AHEAD = 64  # rows
+
+
+@numba.njit(inline="always")
+def _copy(block, start, stride, slots, first, last, out, to, width):
+    """Copies rows `first` to `last` of a column; a loop for each width that is constant."""
+    for i in range(first, last):
+        row = start + slots[i] * stride
+        copy_bytes(out, to + i * width, block, row, width)  # pyright: ignore[reportCallIssue]
 
 
 @numba.njit(nogil=True, cache=True)
-def _gather(block, starts, widths, slots, out, out_starts):
+def _gather(block, starts, strides, widths, slots, out, out_starts):
     """Copies rows of all columns to columns in `out`."""
-    rows = slots.shape[0]
-    for c in range(starts.shape[0]):
-        start, width, to = starts[c], widths[c], out_starts[c]
-        if width == 0:
-            continue
-        for i in range(min(_AHEAD, rows)):
-            prefetch(block, start + slots[i] * width)  # pyright: ignore[reportCallIssue]
-        for i in range(rows):
-            if i + _AHEAD < rows:
-                ahead = start + slots[i + _AHEAD] * width
-                prefetch(block, ahead)  # pyright: ignore[reportCallIssue]
-            row = start + slots[i] * width
-            copy_bytes(out, to + i * width, block, row, width)  # pyright: ignore[reportCallIssue]
+    rows, columns = slots.shape[0], starts.shape[0]
+    for first in range(0, rows, _AHEAD):
+        last = min(first + _AHEAD, rows)
+        for c in range(columns):
+            start, stride = starts[c], strides[c]
+            for i in range(first, last):
+                prefetch(block, start + slots[i] * stride)  # pyright: ignore[reportCallIssue]
+        for c in range(columns):
+            start, stride, width, to = starts[c], strides[c], widths[c], out_starts[c]
+            if width == 4:
+                _copy(block, start, stride, slots, first, last, out, to, 4)
+            elif width == 1:
+                _copy(block, start, stride, slots, first, last, out, to, 1)
+            elif width == 16:
+                _copy(block, start, stride, slots, first, last, out, to, 16)
+            else:
+                _copy(block, start, stride, slots, first, last, out, to, width)
 
 
 class Columns:
@@ -52,18 +70,25 @@ class Columns:
         self._dtypes = [x.dtype for x in arrays]
         self._shapes = [x.shape for x in arrays]
         self._widths = np.array([x.nbytes for x in arrays], np.int64)
-        self._starts, size = _starts(self._widths, rows)
+        self._starts, self._strides, size = _lay_out(self._widths, self._dtypes, rows)
         self._block = np.zeros(size, np.uint8)  # zeroed pages, which take no RAM yet
-        self.leaves = self._columns(self._block, self._starts, (rows,))
-        self._layouts: dict[int, tuple[np.ndarray, int]] = {}
-
-    def _columns(self, block, starts, rows: tuple[int, ...]) -> list[np.ndarray]:
-        return [
-            np.ndarray((*rows, *shape), dtype, block, start)
-            for shape, dtype, start in zip(
-                self._shapes, self._dtypes, starts.tolist(), strict=True
+        self.leaves = [
+            np.ndarray(
+                (rows, *shape),
+                dtype,
+                self._block,
+                start,
+                (stride, *np.empty(shape, dtype).strides),
+            )
+            for shape, dtype, start, stride in zip(
+                self._shapes,
+                self._dtypes,
+                self._starts.tolist(),
+                self._strides.tolist(),
+                strict=True,
             )
         ]
+        self._layouts: dict[int, tuple[np.ndarray, int]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -84,8 +109,17 @@ class Columns:
                 self._layouts[rows] = layout
         starts, size = layout
         out = np.empty(size, np.uint8)
-        _gather(self._block, self._starts, self._widths, slots, out, starts)
-        return self.tree(self._columns(out, starts, shape))
+        _gather(
+            self._block, self._starts, self._strides, self._widths, slots, out, starts
+        )
+        return self.tree(
+            [
+                np.ndarray((*shape, *own), dtype, out, start)
+                for own, dtype, start in zip(
+                    self._shapes, self._dtypes, starts.tolist(), strict=True
+                )
+            ]
+        )
 
     def check(self, items: Any) -> tuple[list[np.ndarray], int]:
         """The leaves of `items`, [n, ...] each, as they can be stored; and n.
@@ -154,11 +188,34 @@ class Columns:
             column[slots] = x
 
 
+def _lay_out(widths, dtypes, rows: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Where columns start, the bytes from row to row of each, and those of the block."""
+    starts, strides = np.zeros_like(widths), widths.copy()
+    small = widths <= _SMALL
+    record = 0
+    for c in np.flatnonzero(small):
+        record = _round_up(record, dtypes[c].alignment)
+        starts[c] = record
+        record += int(widths[c])
+    record = _round_up(
+        record, max((dtypes[c].alignment for c in small.nonzero()[0]), default=1)
+    )
+    strides[small] = record
+    size = _round_up(record * rows, _LINE)
+    starts_of_large, size_of_large = _starts(widths[~small], rows)
+    starts[~small] = size + starts_of_large
+    return starts, strides, size + size_of_large
+
+
 def _starts(widths: np.ndarray, rows: int) -> tuple[np.ndarray, int]:
-    """Where columns start in a block, and how many bytes it takes."""
-    sizes = -(-(widths * rows) // _ALIGNMENT) * _ALIGNMENT
+    """Where columns start that lie one after the other, and the bytes of all."""
+    sizes = _round_up(widths * rows, _LINE)
     ends = np.cumsum(sizes)
-    return ends - sizes, int(ends[-1])
+    return ends - sizes, int(sizes.sum())
+
+
+def _round_up(number, unit):
+    return -(-number // unit) * unit
 
 
 def _as_array(name: str, x: Any) -> np.ndarray:

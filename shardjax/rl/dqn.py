@@ -38,7 +38,13 @@ from shardjax.rl.target import (
     init_target,
     target_dtype,
 )
-from shardjax.zero import ZeroPlan, abstract_state, apply_update, init_state
+from shardjax.zero import (
+    ZeroPlan,
+    ZeroState,
+    abstract_state,
+    apply_update,
+    init_state,
+)
 from shardjax.zero.checks import StateCheck, check_optimizer
 from shardjax.zero.exchange import in_compute_dtype, manual_specs, params_for_loss
 from shardjax.zero.step import make_clipped_gradients, scale_after, state_shardings
@@ -200,7 +206,8 @@ def make_dqn_update(
         batch["obs_tm1"] = _where(counts, batch["obs_tm1"])
         batch["obs_t"] = _where(counts & (batch["discount_t"] != 0), batch["obs_t"])
         batch["q_target"] = target_values(lagged, batch["obs_t"])
-        grads, info, finite = gradients(state, batch)
+        own = ZeroState(state.step, state.params, state.opt_state, state.loss_scale)
+        grads, info, finite = gradients(own, batch)
         params, opt_state = apply_update(
             plan, tx, grads, state.opt_state, state.params, finite
         )
@@ -241,8 +248,9 @@ def make_dqn_step(
 
     Example:
       >>> import shardjax as sj
-      >>> from shardjax import zero
-      >>> params, tx, rule = {"w": np.zeros((3, 2), "f4")}, optax.sgd(0.1), HardCopy(10)
+      >>> from shardjax import rl, zero
+      >>> params, tx = {"w": np.zeros((3, 2), "f4")}, optax.sgd(0.1)
+      >>> rule = rl.HardCopy(10)
       >>> plan = zero.plan_zero(params, tx, sj.make_mesh("1x1"), 0)
       >>> step = make_dqn_step(lambda p, obs: obs @ p["w"], tx, plan, target=rule)
       >>> state = init_dqn(params, tx, plan, rule)

@@ -200,7 +200,7 @@ def _with_final(obs: PyTree, info: dict[str, Any], done: np.ndarray) -> PyTree:
             "environments in the mode SameStep must return the last observations of"
             f" episodes as info['final_obs'], got {sorted(info)}"
         )
-    for number in np.flatnonzero(done):
+    for number in np.flatnonzero(done).tolist():
         last = _last(obs, final, number)
         for whole, x in zip(jax.tree.leaves(obs), jax.tree.leaves(last), strict=True):
             whole[number] = x

@@ -6,50 +6,55 @@ import numpy as np
 from shardjax.rl.prefetch import prefetch
 from shardjax.rl.rank import slot_at
 from shardjax.rl.samplers import Proportional, RankBased
-from shardjax.rl.sum_tree import add_up, allocate, descend, find_largest, lay_out
+from shardjax.rl.sum_tree import (
+    WIDTH,
+    add_up,
+    allocate,
+    climb,
+    descend,
+    lay_out,
+    slot_of_largest,
+)
 
 NO_ITEM = np.uint64(2**64 - 1)
 # A sum of 2**31 of these is finite.
 _LARGEST_MASS = 1e290
-_AHEAD = 8
-_NO_TREE = np.empty(0, np.float64)
 _NO_WEIGHTS, _OF_BATCH, _OF_BUFFER = 0, 1, 2
 NORMS = {None: _NO_WEIGHTS, "batch": _OF_BATCH, "buffer": _OF_BUFFER}
 
 
-@numba.njit(inline="always")
-def _mass_of(priority, alpha, eps):
-    base = priority + eps
-    return base if alpha == 1.0 else base**alpha
-
-
 @numba.njit(nogil=True, cache=True)
-def _write(largest, tree, least, offsets, slots, priorities, alpha, eps, keep_0):
-    """Writes priorities of slots to all trees; a tree of no length is left out."""
-    masses, negated = tree.shape[0] > 0, least.shape[0] > 0
-    for i in range(slots.shape[0]):
-        slot, priority = slots[i], priorities[i]
-        largest[slot] = priority
-        if masses:
-            mass = 0.0 if priority < 0.0 else _mass_of(priority, alpha, eps)
-            tree[slot] = mass
-            if negated:
-                exists = mass > 0.0 or (keep_0 and priority >= 0.0)
-                least[slot] = -mass if exists else -np.inf
-    find_largest(largest, offsets, slots)
-    if masses:
+def _write(raw, tree, largest, least, offsets, sums, slots, priorities, masses):
+    """Writes priorities and masses of slots; `least` of no length is left out."""
+    n = slots.shape[0]
+    nodes = np.empty(n, np.int64)
+    count = 0
+    for i in range(n):
+        slot = slots[i]
+        before, above = tree[slot], largest[offsets[1] + slot // WIDTH]
+        raw[slot], tree[slot] = priorities[i], masses[i]
+        nodes[count] = slot
+        count += masses[i] >= above or before == above
+    climb(tree, largest, offsets, nodes[:count], False)
+    if sums:
         add_up(tree, offsets, slots)
-        if negated:
-            find_largest(least, offsets, slots)
+    if least.shape[0]:
+        climb(tree, least, offsets, slots, True)
 
 
 @numba.njit(nogil=True, cache=True)
-def _first_wrong(priorities, alpha, eps):
-    for i in range(priorities.shape[0]):
+def weigh_priorities(priorities, alpha, eps, masses):
+    """Writes what priorities, float64 [n], weigh; returns the first that is none, or -1."""
+    wrong = -1
+    for i in range(priorities.shape[0] - 1, -1, -1):
         p = priorities[i]
-        if not (p >= 0.0 and _mass_of(p, alpha, eps) <= _LARGEST_MASS) or p == np.inf:
-            return i
-    return -1
+        mass = p + eps
+        if alpha != 1.0:
+            mass = mass**alpha
+        masses[i] = mass
+        if not (p >= 0.0 and mass <= _LARGEST_MASS) or p == np.inf:
+            wrong = i
+    return wrong
 
 
 @numba.njit(nogil=True, cache=True)
@@ -68,6 +73,58 @@ def find_ids(slot_ids, ids, slots, found):
 
 
 @numba.njit(nogil=True, cache=True)
+def _report(
+    slot_ids,
+    ids,
+    found,
+    raw,
+    tree,
+    largest,
+    least,
+    offsets,
+    sums,
+    priorities,
+    alpha,
+    eps,
+):
+    """Writes priorities of the ids that are there, unless one of them is wrong."""
+    n = ids.shape[0]
+    masses, slots = np.empty(n, np.float64), np.empty(n, np.int64)
+    wrong = weigh_priorities(priorities, alpha, eps, masses)
+    if wrong >= 0:
+        return wrong, 0
+    count = find_ids(slot_ids, ids, slots, found)
+    kept = 0
+    for i in range(n):
+        prefetch(raw, slots[i])  # pyright: ignore[reportCallIssue]
+        slots[kept], masses[kept] = slots[i], masses[i]
+        priorities[kept] = priorities[i]
+        kept += found[i]
+    _write(
+        raw,
+        tree,
+        largest,
+        least,
+        offsets,
+        sums,
+        slots[:count],
+        priorities[:count],
+        masses[:count],
+    )
+    return wrong, count
+
+
+@numba.njit(nogil=True, cache=True)
+def spread(points, stratified):
+    """Puts point j of each row, float64 [rows, n] in [0, 1), into the j-th of n parts."""
+    n = points.shape[1]
+    if stratified:
+        for g in range(points.shape[0]):
+            for j in range(n):
+                points[g, j] = (j + points[g, j]) / n
+
+
+@numba.njit(nogil=True, cache=True)
 def _draw_masses(
     tree, offsets, order, ring, points, uniform_prob, slots, probabilities
 ):
@@ -80,7 +137,7 @@ def _draw_masses(
             points[j] *= total
         descend(tree, offsets, points, slots)
     else:
-        below = 0  # those drawn by mass come first here, then the others
+        below = 0  # those that are drawn by mass
         picked, rest = np.empty(rows, np.int64), np.empty(rows, np.float64)
         for j in range(rows):
             if points[j] < flat or flat == 1.0:
@@ -128,52 +185,79 @@ class Priorities:
     """Priorities of slots.
 
     Attributes:
-      raw: float64 [capacity], as given; -inf for a slot without an item.
+      raw: float64 [capacity], as given; of a slot without an item, anything.
     """
 
     def __init__(self, capacity: int, sampler: Proportional | RankBased, norm: int):
-        self._alpha = sampler.alpha
-        self._eps = self._uniform_prob = 0.0
+        self.raw = np.zeros(capacity, np.float64)
         self._offsets = lay_out(capacity)
-        self._largest = allocate(self._offsets, -np.inf)
-        self._tree = self._least = _NO_TREE
+        self._tree = allocate(self._offsets)
+        self._largest = allocate(self._offsets)
+        self._least = np.empty(0, np.float64)
+        # Ranks are of priorities as they are, and need no sums.
+        self._alpha, self._eps, self._uniform_prob, self._sums = 1.0, 0.0, 0.0, False
         if isinstance(sampler, Proportional):
-            self._eps, self._uniform_prob = sampler.eps, sampler.uniform_prob
-            self._tree = allocate(self._offsets, 0.0)
+            self._alpha, self._eps, self._sums = sampler.alpha, sampler.eps, True
+            self._uniform_prob = sampler.uniform_prob
             if norm == _OF_BUFFER:
-                self._least = allocate(self._offsets, -np.inf)
-        self.raw = self._largest[:capacity]
+                self._least = allocate(self._offsets)
 
     @property
     def total(self) -> float:
         """The sum of all masses."""
         return float(self._tree[-1])
 
-    @property
-    def initial(self) -> float:
-        """What a new item gets: the largest of all, 1 if there are none."""
-        largest = float(self._largest[-1])
-        return largest if largest >= 0 else 1.0
+    def largest(self) -> float:
+        """The priority of an item that no other outweighs; there is one."""
+        return float(
+            self.raw[slot_of_largest(self._tree, self._largest, self._offsets)]
+        )
 
-    def first_wrong(self, priorities: np.ndarray) -> int:
-        """The first of priorities, float64 [n], that is not one; -1 if all are."""
-        return _first_wrong(priorities, self._alpha, self._eps)
+    def weigh(self, priorities: np.ndarray) -> tuple[np.ndarray, int]:
+        """Masses of priorities, float64 [n]; and the first that is none, or -1."""
+        masses = np.empty(priorities.shape, np.float64)
+        wrong = weigh_priorities(priorities, self._alpha, self._eps, masses)
+        return masses, wrong
 
-    def write(self, slots: np.ndarray, priorities: np.ndarray) -> None:
-        """Writes priorities, float64 [n], of slots; of one given twice the last.
+    def report(self, slot_ids, ids, priorities, found) -> tuple[int, int]:
+        """Writes priorities of ids, as `weigh` and `write`, unless one is wrong.
 
-        -inf says that a slot has no item any more.
+        Args:
+          slot_ids: uint64 [capacity], the id of the item in each slot.
+          ids: uint64 [n].
+          priorities: float64 [n]; overwritten.
+          found: bool [n], out: whether the item is there.
+
+        Returns:
+          The first that is not a priority, or -1; and how many were written.
         """
-        _write(
-            self._largest,
+        return _report(
+            slot_ids,
+            ids,
+            found,
+            self.raw,
             self._tree,
+            self._largest,
             self._least,
             self._offsets,
-            slots,
+            self._sums,
             priorities,
             self._alpha,
             self._eps,
-            self._uniform_prob > 0,
+        )
+
+    def write(self, slots, priorities, masses) -> None:
+        """Writes priorities and their masses, float64 [n]; of a slot twice the last."""
+        _write(
+            self.raw,
+            self._tree,
+            self._largest,
+            self._least,
+            self._offsets,
+            self._sums,
+            slots,
+            priorities,
+            masses,
         )
 
     def draw(self, order, points, slots, probabilities) -> None:
@@ -200,5 +284,8 @@ class Priorities:
         """The least probability of any of `size` items that can be drawn."""
         if self.total == 0:
             return 1 / size
-        share = -float(self._least[-1]) / self.total
+        mass = float(self._least[-1])
+        if self._eps == 0 and self._uniform_prob > 0:
+            mass = 0.0  # items of mass 0 are drawn too, should there be some
+        share = mass / self.total
         return (1 - self._uniform_prob) * share + self._uniform_prob / size

@@ -88,7 +88,7 @@ class RecSim:
       >>> obs["candidates"].shape, obs["candidates"].dtype
       ((4, 10), dtype('uint64'))
       >>> step = sim.step(sim.best(weight=1.0))
-      >>> step.reward.shape, step.terminated.any()
+      >>> step.reward.shape, bool(step.truncated.any())
       ((4,), False)
     """
 

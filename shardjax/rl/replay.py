@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from shardjax.rl.columns import Columns
-from shardjax.rl.priorities import NO_ITEM, NORMS, Priorities, find_ids, weigh
+from shardjax.rl.priorities import NO_ITEM, NORMS, Priorities, find_ids, spread, weigh
 from shardjax.rl.rank import Order, rank_probabilities
 from shardjax.rl.samplers import RankBased, Sampler, Uniform
 
@@ -165,9 +165,14 @@ class Replay:
                 )
             ids = np.arange(n, dtype=np.uint64) + np.uint64(first)
             if priorities is not None:
-                priorities = self._checked(ids, priorities, "add")
+                known = self._with_priorities("add")
+                values = _as_priorities(ids, priorities, "add")
+                masses, wrong = known.weigh(values)
+                if wrong >= 0:
+                    raise _wrong_priority(ids, values, wrong, "add")
             elif self._priorities is not None:
-                priorities = np.full(n, self._priorities.initial)
+                values = np.full(n, self._priorities.largest() if len(self) else 1.0)
+                masses, _ = self._priorities.weigh(values)
             kept = slice(max(0, n - self._capacity), n)
             slots = (ids[kept] % np.uint64(self._capacity)).astype(np.int64)
             if n:
@@ -175,8 +180,8 @@ class Replay:
             self._order.remove(slots)
             self._order.push(slots)
             self._slot_ids[slots] = ids[kept]
-            if priorities is not None:
-                self._write(slots, priorities[kept])
+            if self._priorities is not None:
+                self._write(slots, values[kept], masses[kept])
             self._next_id += n
             self._counts["inserted"] += n
         return ids
@@ -213,9 +218,7 @@ class Replay:
                     " `len(replay)` before you draw."
                 )
             points = self._rng.random((number, batch_size))
-            if self._stratified:
-                points += np.arange(batch_size)
-                points /= batch_size
+            spread(points, self._stratified)
             probabilities, weights = self._draw(points, slots, beta)
             ids = self._slot_ids[slots]
             items = self._columns.take(slots, shape)
@@ -266,15 +269,17 @@ class Replay:
             sampler is `Uniform`.
         """
         ids = _as_ids(ids)
-        flat = ids.reshape(-1)
+        flat, method = ids.reshape(-1), "set_priorities"
         with self._lock:
-            values = self._checked(flat, np.reshape(priorities, -1), "set_priorities")
-            slots, found, all_found = self._find(flat)
-            if not all_found:
-                slots, values = slots[found], values[found]
-            self._write(slots, values)
-            self._counts["updated"] += len(slots)
-            self._counts["stale"] += len(flat) - len(slots)
+            known = self._with_priorities(method)
+            values = _as_priorities(flat, np.reshape(priorities, -1), method)
+            found = np.empty(flat.shape, np.bool_)
+            wrong, count = known.report(self._slot_ids, flat, values, found)
+            if wrong >= 0:
+                raise _wrong_priority(flat, values, wrong, method)
+            self._changes += count
+            self._counts["updated"] += count
+            self._counts["stale"] += len(flat) - count
         return _outcome(found.reshape(ids.shape))
 
     def get(self, ids: Any) -> Any:
@@ -324,7 +329,7 @@ class Replay:
             self._order.remove(slots)
             self._slot_ids[slots] = NO_ITEM
             if self._priorities is not None:
-                self._write(slots, np.full(len(slots), -np.inf))
+                self._write(slots, np.zeros(len(slots)), np.zeros(len(slots)))
             self._counts["deleted"] += before - len(self)
         return _outcome(found)
 
@@ -343,7 +348,7 @@ class Replay:
             }
             stats["samples_per_insert"] = stats["sampled"] / max(1, stats["inserted"])
             if self._priorities is not None and len(self):
-                stats["max_priority"] = self._priorities.initial
+                stats["max_priority"] = self._priorities.largest()
             return stats
 
     def state_dict(self) -> dict[str, Any]:
@@ -395,10 +400,17 @@ class Replay:
             )
         leaves = self._columns.check_exactly(state["items"])
         order = np.asarray(state["order"], np.int32)
+        rows = len(state["ids"])
+        priorities, masses = np.zeros((2, self._capacity))
+        if self._priorities is not None:
+            priorities[:rows] = state["priorities"]
+            masses[order], wrong = self._priorities.weigh(priorities[order])
+            if wrong >= 0:
+                gone = np.asarray(state["ids"])[order]
+                raise _wrong_priority(gone, priorities[order], wrong, "load_state_dict")
         with self._lock:
             for column, x in zip(self._columns.leaves, leaves, strict=True):
                 column[: len(x)] = x
-            rows = len(state["ids"])
             self._slot_ids[:rows] = state["ids"]
             self._slot_ids[rows:] = NO_ITEM
             self._order.arrange(order)
@@ -408,10 +420,8 @@ class Replay:
                 zip(self._counts, np.asarray(state["counts"]).tolist(), strict=True)
             )
             if self._priorities is not None:
-                priorities = np.full(self._capacity, -np.inf)
-                priorities[:rows] = state["priorities"]
                 slots = np.arange(self._capacity, dtype=np.int64)
-                self._priorities.write(slots, priorities)
+                self._priorities.write(slots, priorities, masses)
             words = [int(w) for w in state["generator"]]
             self._rng.bit_generator.state = {
                 "bit_generator": "PCG64",
@@ -428,32 +438,37 @@ class Replay:
         slots, found = np.empty(len(ids), np.int64), np.empty(len(ids), np.bool_)
         return slots, found, find_ids(self._slot_ids, ids, slots, found) == len(ids)
 
-    def _write(self, slots: np.ndarray, priorities: np.ndarray) -> None:
+    def _write(self, slots, priorities, masses) -> None:
         assert self._priorities is not None
-        self._priorities.write(slots, priorities)
+        self._priorities.write(slots, priorities, masses)
         self._changes += len(slots)
 
-    def _checked(self, ids, priorities, method: str) -> np.ndarray:
-        """Priorities as float64 [n]."""
+    def _with_priorities(self, method: str) -> Priorities:
         if self._priorities is None:
             raise ValueError(
                 f"`{method}` got priorities, but the sampler is Uniform(), which has none."
                 " Use Proportional(...) or RankBased(...)."
             )
-        values = np.ascontiguousarray(priorities, np.float64)
-        if values.shape != ids.shape:
-            raise ValueError(
-                f"`priorities` of `{method}` must be one for each item,"
-                f" {list(ids.shape)}, got {list(values.shape)}."
-            )
-        wrong = self._priorities.first_wrong(values)
-        if wrong >= 0:
-            raise ValueError(
-                f"`priorities` of `{method}` must be finite, from 0 on and below 1e290 to"
-                f" the power of alpha, got {values[wrong]} for id {ids[wrong]} (number"
-                f" {wrong} of {len(values)}). No priority was set: look at the loss."
-            )
-        return values
+        return self._priorities
+
+
+def _as_priorities(ids: np.ndarray, priorities: Any, method: str) -> np.ndarray:
+    """Priorities as float64 [n], copied; whether they are some is not looked at."""
+    values = np.array(priorities, np.float64)
+    if values.shape != ids.shape:
+        raise ValueError(
+            f"`priorities` of `{method}` must be one for each item, {list(ids.shape)}, got"
+            f" {list(values.shape)}."
+        )
+    return values
+
+
+def _wrong_priority(ids, priorities, i: int, method: str) -> ValueError:
+    return ValueError(
+        f"`priorities` of `{method}` must be finite, from 0 on and below 1e290 to the power"
+        f" of alpha, got {priorities[i]} for id {ids[i]} (number {i} of {len(ids)}). No"
+        " priority was set: look at what made it, such as the loss."
+    )
 
 
 def _as_ids(ids: Any) -> np.ndarray:

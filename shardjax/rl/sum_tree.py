@@ -15,7 +15,8 @@ A batch goes down and up the tree level by level, so that the CPU has the nodes 
 on the way while it looks at those of the others. A node is two cache lines. The kernels
 release the GIL.
 
-The same tree with the larger of the children for their sum tells the largest leaf.
+Other trees may stand on the same leaves: `climb` keeps the largest, and the least above 0.
+Of their arrays, laid out alike, the part for leaves is never touched, and takes no RAM.
 """
 
 import numba
@@ -42,35 +43,44 @@ def lay_out(leaves: int) -> np.ndarray:
     return np.array(offsets, np.int64)
 
 
-def allocate(offsets: np.ndarray, empty: float) -> np.ndarray:
-    """A tree in which each leaf is `empty`, float64, its nodes on cache lines."""
+def allocate(offsets: np.ndarray) -> np.ndarray:
+    """A tree of zeros, float64, its nodes on cache lines."""
     size = int(offsets[-1]) + 1
     room = np.zeros(size + _LINE, np.float64)
     start = -(room.ctypes.data // 8) % _LINE
-    tree = room[start : start + size]
-    if empty:
-        tree.fill(empty)
-    return tree
+    return room[start : start + size]
+
+
+@numba.njit(inline="always")
+def _at(t, i):
+    """``t[i]``; as unsigned, `i` need not be looked at for being counted from the end."""
+    return t[np.uint64(i)]
 
 
 @numba.njit(inline="always")
 def _sum_of(t, b):
     """The sum of 16 children, in an order that is good for vector units."""
-    even = ((t[b] + t[b + 8]) + (t[b + 4] + t[b + 12])) + (
-        (t[b + 2] + t[b + 10]) + (t[b + 6] + t[b + 14])
+    even = ((_at(t, b) + _at(t, b + 8)) + (_at(t, b + 4) + _at(t, b + 12))) + (
+        (_at(t, b + 2) + _at(t, b + 10)) + (_at(t, b + 6) + _at(t, b + 14))
     )
-    odd = ((t[b + 1] + t[b + 9]) + (t[b + 5] + t[b + 13])) + (
-        (t[b + 3] + t[b + 11]) + (t[b + 7] + t[b + 15])
+    odd = ((_at(t, b + 1) + _at(t, b + 9)) + (_at(t, b + 5) + _at(t, b + 13))) + (
+        (_at(t, b + 3) + _at(t, b + 11)) + (_at(t, b + 7) + _at(t, b + 15))
     )
     return even + odd
 
 
 @numba.njit(inline="always")
-def _largest_of(t, b):
-    largest = t[b]
+def _extreme_of(t, b, least):
+    """The largest of 16 children, or the least of those above 0; 0 if there is none."""
+    extreme = _at(t, b)
     for c in range(1, WIDTH):
-        largest = max(largest, t[b + c])
-    return largest
+        value = _at(t, b + c)
+        if least:
+            better = value > 0.0 and (value < extreme or extreme == 0.0)
+        else:
+            better = value > extreme
+        extreme = value if better else extreme
+    return extreme
 
 
 @numba.njit(inline="always")
@@ -105,25 +115,45 @@ def add_up(tree, offsets, slots):
 
 
 @numba.njit(nogil=True, cache=True)
-def find_largest(tree, offsets, slots):
-    """As `add_up`, for a tree whose nodes are the largest leaf below them.
+def climb(tree, extremes, offsets, slots, least):
+    """Makes the extremes above leaves that were written right again.
 
-    It stops below the nodes that stay as they are.
+    It goes up only from nodes that change.
+
+    Args:
+      tree: float64 [n], as `allocate`; its leaves are from 0 on.
+      extremes: float64 [n], the largest leaf below each node.
+      offsets: int64 [levels + 1], of `lay_out`.
+      slots: int64 [n], the leaves.
+      least: Of `extremes`: the least that is above 0, instead of the largest.
     """
     nodes = slots.copy()
     count = nodes.shape[0]
     for level in range(1, offsets.shape[0]):
         count = _parents(nodes, count)
+        children = tree if level == 1 else extremes
         below, here = offsets[level - 1], offsets[level]
         changed = 0
         for i in range(count):
             node = nodes[i]
-            largest = _largest_of(tree, below + WIDTH * node)
-            if largest != tree[here + node]:
-                tree[here + node] = largest
+            extreme = _extreme_of(children, below + WIDTH * node, least)
+            if extreme != extremes[here + node]:
+                extremes[here + node] = extreme
                 nodes[changed] = node
                 changed += 1
         count = changed
+
+
+@numba.njit(nogil=True, cache=True)
+def slot_of_largest(tree, largest, offsets):
+    """The first leaf that is as large as the root of `largest`."""
+    slot = 0
+    for level in range(offsets.shape[0] - 2, -1, -1):
+        children = tree if level == 0 else largest
+        slot *= WIDTH
+        while children[offsets[level] + slot] != largest[-1]:
+            slot += 1
+    return slot
 
 
 @numba.njit(nogil=True, cache=True)
@@ -146,17 +176,15 @@ def descend(tree, offsets, points, slots):
             base = here + WIDTH * slots[j]
             rest = points[j]
             child = 0
-            while child < WIDTH - 1:
-                mass = tree[base + child]
-                if rest < mass:
-                    break
+            mass = _at(tree, base)
+            while rest >= mass and child < WIDTH - 1:
                 rest -= mass
                 child += 1
-            mass = tree[base + child]
-            if rest >= mass:  # past the end: by rounding alone
+                mass = _at(tree, base + child)
+            if rest >= mass:  # past the end, by rounding
                 while mass == 0.0 and child > 0:
                     child -= 1
-                    mass = tree[base + child]
+                    mass = _at(tree, base + child)
                 rest = mass
             points[j] = rest
             slots[j] = WIDTH * slots[j] + child
@@ -178,7 +206,7 @@ class SumTree:
 
     def __init__(self, capacity: int):
         self.offsets = lay_out(capacity)
-        self.nodes = allocate(self.offsets, 0.0)
+        self.nodes = allocate(self.offsets)
         self.masses = self.nodes[:capacity]
 
     @property

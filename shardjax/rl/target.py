@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
@@ -145,8 +146,8 @@ def apply_target(
 
     Example:
       >>> params, target = {"w": jnp.ones(2)}, {"w": jnp.full(2, jnp.nan)}
-      >>> apply_target(HardCopy(10), params, target, 20)["w"]
-      Array([1., 1.], dtype=float32)
+      >>> apply_target(HardCopy(10), params, target, 20)["w"].tolist()
+      [1.0, 1.0]
     """
     check_rule(rule)
     _check_alike(rule, params, target)

@@ -365,6 +365,24 @@ def test_bad_losses_are_refused_at_the_first_step(loss, message):
         zero.make_step(loss, tx, plan)(state, small_batch(0))
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_a_loss_returns_besides_comes_in_the_order_of_the_batch(microbatches):
+    plan = plan_small("8x1", 2, optax.sgd(0.1))
+
+    def loss(params, batch):
+        total = jnp.sum(params["bias"]) * jnp.sum(batch["weight"])
+        return total, jnp.sum(batch["weight"]), {"seen": 2 * batch["weight"]}
+
+    gradients = zero.make_gradients(loss, plan, microbatches=microbatches, has_aux=True)
+    batch = {"weight": np.arange(32, dtype=np.float32)}
+    _, weight, _, aux = jax.jit(gradients)(small_params(), batch, 0)
+    assert weight == batch["weight"].sum()
+    np.testing.assert_array_equal(aux["seen"], 2 * batch["weight"])
+    gradients = zero.make_gradients(lambda p, b: (1.0, 1.0), plan, has_aux=True)
+    with pytest.raises(ValueError, match="with `has_aux` must return .*aux.*got tuple"):
+        jax.eval_shape(gradients, small_params(), batch, 0)
+
+
 def test_batches_that_do_not_divide_are_refused():
     tx = optax.sgd(0.1)
     plan = plan_small("8x1", 1, tx)
