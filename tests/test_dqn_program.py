@@ -14,6 +14,7 @@ import tensorboardX  # noqa: F401  its import sets an environment variable
 
 from experiments import config as configs, dqn
 from experiments.checkpoints import CheckpointConfig, Checkpoints
+from shardjax import rl
 from shardjax.writers import MultiWriter, read_rows
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +42,8 @@ def trained(**changes):
     """A run in which all steps are taken, and its part of the result."""
     config = config_of(**changes)
     run = dqn.Run(config)
-    with Checkpoints(config, config.rounds()) as checkpoints:
+    collection = run.learner.collection
+    with Checkpoints(config, config.rounds(), collection=collection) as checkpoints:
         result = run.train(MultiWriter([]), checkpoints)
         checkpoints.end(None)
     return run, result
@@ -203,6 +205,17 @@ def test_the_documented_command_prints_one_json_line():
         ({"alpha": 0.5}, "`alpha` 0.5 has no effect with `replay` uniform"),
         ({"lr": -1}, "`lr` must not be negative"),
         ({"resume": "last"}, "`resume` must be auto, none or the number"),
+        ({"env": "recsim", "keep": "best"}, "`keep` best would copy whole tables"),
+        ({"env": "recsim", "dueling": True}, "`dueling` has no effect in `env` recsim"),
+        ({"env": "recsim", "recsim": {"users": 0}}, "`users` must be positive, got 0"),
+        (
+            {"recsim": {"items": 9}},
+            "options of `recsim` have no effect with `env` Cart",
+        ),
+        (
+            {"storage": {"device_rows": 9}},
+            "`device_rows` has no effect without `env` recsim, got 9",
+        ),
     ],
 )
 def test_wrong_configs_are_refused(values, message):
@@ -218,3 +231,72 @@ def test_environments_whose_observations_are_no_vectors_are_refused():
 def test_a_network_that_diverges_ends_the_run():
     with pytest.raises(ValueError, match="not finite: lower --lr|has diverged: lower"):
         trained(lr=1e30, clip=0)
+
+
+RECSIM = {
+    "env": "recsim",
+    "steps": 256,
+    "num_envs": 8,
+    "layers": [8],
+    "batch_size": 16,
+    "n_step": 2,
+    "target_every": 3,
+    "replay": "proportional",
+    "recsim": {"users": 400, "items": 600, "slate": 4, "dim": 4, "rows_lr": 0.05},
+}
+
+
+def test_tables_in_tiers_on_a_mesh_give_the_curve_of_one_device(tmp_path):
+    plain, result = trained(**RECSIM)
+    storage = {
+        "device_rows": 320,
+        "lookahead": 2,
+        "host_bytes": "9KB",
+        "disk": str(tmp_path / "rows"),
+    }
+    run, same = trained(**RECSIM, mesh="8x1", zero=3, storage=storage)
+    counters = run.learner.counters
+    assert counters["written_back_rows"] > 0 and counters["disk_hits"] > 0
+    assert result["updates"] == 16
+    for row, wanted in zip(run.rows, plain.rows, strict=True):
+        assert set(row) == set(wanted)
+        for name in row:
+            np.testing.assert_allclose(row[name], wanted[name], rtol=1e-4)
+    assert same["eval/return_mean"] == result["eval/return_mean"]
+    tables = run.learner, plain.learner
+    for name in ("user", "item"):
+        keys = plain.learner.collection.keys(name)
+        assert set(run.learner.collection.keys(name)) == set(keys)
+        for view in (None, rl.read_target):
+            found, wanted = (
+                x.collection.lookup_rows(x.tables, name, keys, view)["rows"]
+                for x in tables
+            )
+            np.testing.assert_allclose(found, wanted, atol=1e-4)
+    run.learner.close()
+
+
+def test_a_run_with_tables_goes_on_where_it_was_saved(tmp_path):
+    saving = {"checkpoint": {"dir": str(tmp_path / "saved"), "full_every": 2}}
+    first, _ = trained(**RECSIM, **saving)
+    again = dqn.Run(config_of(**RECSIM, **saving))
+    with Checkpoints(
+        again.config, again.config.rounds(), collection=again.learner.collection
+    ) as checkpoints:
+        begun, kept, extra = checkpoints.begin(again._kept())
+        again._go_on(begun, kept, extra)
+        checkpoints.end(None)
+    assert begun == 4
+    obs = again._obs
+    np.testing.assert_array_equal(
+        again.learner.q_values(obs), first.learner.q_values(obs)
+    )
+    # the next updates are the same, those of the tables' target included
+    for _ in range(2):
+        batches = [x.replay.sample(16, groups=2) for x in (first, again)]
+        (td, info), (wanted, _) = (
+            x.learner.learn(batch)
+            for x, batch in zip((first, again), batches, strict=True)
+        )
+        np.testing.assert_array_equal(td, wanted)
+        assert np.isfinite(info["loss"]).all()
