@@ -20,7 +20,7 @@ Deep Q-learning
 
 Environments
     GymnasiumEnvs, make_gymnasium   vector environments, whatever their autoreset mode
-    RecSim                          a recommender in which planning pays
+    RecSim, Behaviour               a recommender in which planning pays; its users
     VectorEnv, EnvStep              the interface of them
 """
 
@@ -47,7 +47,7 @@ from shardjax.rl.exploration import (
     linear_epsilon as linear_epsilon,
 )
 from shardjax.rl.n_step import NStep as NStep
-from shardjax.rl.recsim import RecSim as RecSim
+from shardjax.rl.recsim import Behaviour as Behaviour, RecSim as RecSim
 from shardjax.rl.replay import (
     Outcome as Outcome,
     Replay as Replay,
