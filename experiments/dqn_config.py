@@ -103,7 +103,7 @@ class Config:
     """Steps before the first update."""
     target: Literal["hard", "polyak"] = "hard"
     """The target network is copied every --target-every updates, or follows by --tau."""
-    target_every: int = 128
+    target_every: int = 256
     """Updates between copies."""
     tau: float = 0.01
     """Share of the way to the parameters that the target moves in each update."""

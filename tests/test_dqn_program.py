@@ -126,6 +126,8 @@ def test_a_run_goes_on_where_it_was_saved(tmp_path):
     inserted = first.replay.stats()["inserted"]
     assert inserted > 300  # the ring has come round
     again = dqn.Run(config_of(**saving))
+    # before the first evaluation there is no best one, and JSON has no infinity
+    assert json.loads(json.dumps(again._extra(), allow_nan=False))["best"] is None
     config = config_of(**saving)
     with Checkpoints(config, config.rounds()) as checkpoints:
         begun, kept, extra = checkpoints.begin(again._kept())

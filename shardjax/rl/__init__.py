@@ -27,7 +27,7 @@ Deep Q-learning over embedding tables
 
 Environments
     GymnasiumEnvs, make_gymnasium   vector environments, whatever their autoreset mode
-    RecSim                          a recommender in which planning pays
+    RecSim, Behaviour               a recommender in which planning pays; its users
     VectorEnv, EnvStep              the interface of them
 """
 
@@ -55,7 +55,7 @@ from shardjax.rl.exploration import (
 )
 from shardjax.rl.n_step import NStep as NStep
 from shardjax.rl.q_learning import QLearning as QLearning, QValues as QValues
-from shardjax.rl.recsim import RecSim as RecSim
+from shardjax.rl.recsim import Behaviour as Behaviour, RecSim as RecSim
 from shardjax.rl.replay import (
     Outcome as Outcome,
     Replay as Replay,
