@@ -198,7 +198,13 @@ def make_tables(config: Config, mesh, slate: int) -> embed.EmbeddingCollection:
         "candidates": embed.FeatureSpec(item, combiner="none", max_length=slate),
     }
     return embed.EmbeddingCollection(
-        features, mesh=mesh, seed=config.seed, storage=config.storage.storage()
+        features,
+        mesh=mesh,
+        seed=config.seed,
+        initial_rows=max(
+            131072 // mesh.size, 1024
+        ),  # each growth compiles the step again
+        storage=config.storage.storage(),
     )
 
 
