@@ -188,9 +188,9 @@ class Priorities:
       raw: float64 [capacity], as given; of a slot without an item, anything.
     """
 
-    def __init__(self, capacity: int, sampler: Proportional | RankBased, norm: int):
-        self.raw = np.zeros(capacity, np.float64)
-        self._offsets = lay_out(capacity)
+    def __init__(self, raw: np.ndarray, sampler: Proportional | RankBased, norm: int):
+        self.raw = raw
+        self._offsets = lay_out(len(raw))
         self._tree = allocate(self._offsets)
         self._largest = allocate(self._offsets)
         self._least = np.empty(0, np.float64)

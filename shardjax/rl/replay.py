@@ -15,8 +15,7 @@ changed by a draw.
 **Threads.** Each method takes the replay's lock: actors may add while a learner draws. The
 kernels release the GIL.
 
-Sizes: beside the items, 16 bytes for a slot; with priorities 8 more for those, and with
-`Proportional` 9 for the sum tree.
+Sizes: beside the items, 24 bytes for a slot; with priorities 9 more for the trees.
 """
 
 import threading
@@ -120,11 +119,12 @@ class Replay:
         self._norm = NORMS[weight_norm]
         self._stratified = stratified
         self._next_id = int(first_id)
-        self._slot_ids = np.full(capacity, NO_ITEM, np.uint64)
+        self._slot_ids = self._columns.ids
+        self._slot_ids.fill(NO_ITEM)
         self._order = Order(capacity)
         self._priorities = None
         if not isinstance(sampler, Uniform):
-            self._priorities = Priorities(capacity, sampler, self._norm)
+            self._priorities = Priorities(self._columns.priorities, sampler, self._norm)
         self._changes = 0  # since ranks were sorted
         self._counts = dict.fromkeys(
             ("inserted", "sampled", "deleted", "updated", "stale"), 0
@@ -220,8 +220,8 @@ class Replay:
             points = self._rng.random((number, batch_size))
             spread(points, self._stratified)
             probabilities, weights = self._draw(points, slots, beta)
-            ids = self._slot_ids[slots]
             items = self._columns.take(slots, shape)
+            ids = self._slot_ids[slots]
             self._counts["sampled"] += len(slots)
         return ReplayBatch(
             items,
