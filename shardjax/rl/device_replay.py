@@ -84,11 +84,32 @@ class DeviceReplayState:
     masses: Levels  # the tree of sums; a leaf is 0 if there is no item
     priorities: Array  # float32 [capacity], as they were given; -1 if there is no item
     generations: Array  # int32 [capacity], 0 if there is no item
-    next_slot: Array  # int32 [], where the next item goes
-    turn: Array  # int32 [], the generation of the next item
-    size: Array  # int32 [], number of items
-    stale: Array  # int32 [], priorities that came too late
-    refused: Array  # int32 [], priorities that were none
+    counters: Array  # int32 [5]: the properties below, in one array to hand over
+
+    @property
+    def next_slot(self) -> Array:
+        """Where the next item goes, int32 []."""
+        return self.counters[..., 0]
+
+    @property
+    def turn(self) -> Array:
+        """The generation of the next item, int32 []."""
+        return self.counters[..., 1]
+
+    @property
+    def size(self) -> Array:
+        """Number of items, int32 []."""
+        return self.counters[..., 2]
+
+    @property
+    def stale(self) -> Array:
+        """Priorities that came too late, int32 []."""
+        return self.counters[..., 3]
+
+    @property
+    def refused(self) -> Array:
+        """Priorities that were none, int32 []."""
+        return self.counters[..., 4]
 
 
 @dataclass(frozen=True)
@@ -154,9 +175,6 @@ class DeviceReplay:
           example: A pytree of arrays, one item: the shapes and dtypes of all.
         """
 
-        def zero():
-            return jnp.zeros((), jnp.int32)
-
         return DeviceReplayState(
             items=jax.tree.map(
                 lambda x: jnp.zeros((self.capacity, *jnp.shape(x)), jnp.result_type(x)),
@@ -165,11 +183,7 @@ class DeviceReplay:
             masses=init_levels(self.capacity, self.width),
             priorities=jnp.full(self.capacity, -1.0, jnp.float32),
             generations=jnp.zeros(self.capacity, jnp.int32),
-            next_slot=zero(),
-            turn=zero() + 1,
-            size=zero(),
-            stale=zero(),
-            refused=zero(),
+            counters=jnp.array([0, 1, 0, 0, 0], jnp.int32),
         )
 
     def add(
@@ -225,10 +239,15 @@ class DeviceReplay:
             generations=state.generations.at[slots].set(
                 _once_known(generations, before), mode="drop"
             ),
-            next_slot=jnp.where(next_slot >= 0, next_slot, next_slot + self.capacity),
-            turn=jnp.where(next_slot >= 0, _after(state.turn), state.turn),
-            size=state.size + added,
-            refused=state.refused + wrong,
+            counters=jnp.stack(
+                [
+                    jnp.where(next_slot >= 0, next_slot, next_slot + self.capacity),
+                    jnp.where(next_slot >= 0, _after(state.turn), state.turn),
+                    state.size + added,
+                    state.stale,
+                    state.refused + wrong,
+                ]
+            ),
         )
         state = self._write(state, slots, given, self._masses(given))
         return state, DeviceIds(slots, generations)
@@ -304,11 +323,10 @@ class DeviceReplay:
         slots = jnp.where(applied, ids.slots, _NOWHERE)
         slots, order = _once_each(slots, self.capacity)
         priorities = priorities[order]
-        state = replace(
-            state,
-            stale=state.stale + jnp.sum(~there, dtype=jnp.int32),
-            refused=state.refused + jnp.sum(there & ~fine, dtype=jnp.int32),
-        )
+        late = jnp.sum(~there, dtype=jnp.int32)
+        wrong = jnp.sum(there & ~fine, dtype=jnp.int32)
+        counters = state.counters.at[3].add(late).at[4].add(wrong)
+        state = replace(state, counters=counters)
         masses = self._masses(priorities)
         return self._write(state, slots, priorities, masses), applied
 
@@ -331,7 +349,8 @@ class DeviceReplay:
         generations = state.generations.at[slots].set(0, mode="drop")
         slots, _ = _once_each(slots, self.capacity)
         count = jnp.sum(slots < self.capacity, dtype=jnp.int32)
-        state = replace(state, generations=generations, size=state.size - count)
+        counters = state.counters.at[2].add(-count)
+        state = replace(state, generations=generations, counters=counters)
         gone = jnp.full(slots.shape, -1.0)
         return self._write(state, slots, gone, jnp.zeros_like(gone)), there
 

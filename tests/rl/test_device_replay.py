@@ -146,7 +146,8 @@ def test_deleted_items_are_never_drawn():
 
 def test_generations_go_past_the_largest_integer():
     for turn in (2**31 - 2, -3):
-        state = replace(REPLAY.init(EXAMPLE), turn=jnp.int32(turn))
+        state = REPLAY.init(EXAMPLE)
+        state = replace(state, counters=state.counters.at[1].set(turn))
         seen = []
         for start in range(0, 24, 3):
             state, ids = add(state, numbered(3, start), jnp.ones(3))
