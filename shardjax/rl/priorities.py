@@ -97,6 +97,7 @@ def _report(
     kept = 0
     for i in range(n):
         prefetch(raw, slots[i])  # pyright: ignore[reportCallIssue]
+        prefetch(largest, offsets[1] + slots[i] // WIDTH)  # pyright: ignore[reportCallIssue]
         slots[kept], masses[kept] = slots[i], masses[i]
         priorities[kept] = priorities[i]
         kept += found[i]
