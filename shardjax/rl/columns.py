@@ -2,7 +2,9 @@
 
 Leaves of up to 64 bytes, such as rewards, actions and small observations, lie next to each
 other, so that a row of them is a cache line or two; larger ones in columns of their own.
-Either way leaf c of row r starts at ``starts[c] + r * strides[c]``.
+Either way leaf c of row r starts at ``starts[c] + r * strides[c]``. With the small leaves lie
+what the replay knows of a row: its id and its priority. Whoever draws a row thus has
+everything about it in the cache.
 """
 
 from typing import Any
@@ -15,6 +17,7 @@ from shardjax.rl.prefetch import copy_bytes, prefetch
 
 _LINE = 64  # bytes of a cache line
 _SMALL = 64
+_SPARE = 16
 _AHEAD = 64  # rows
 
 
@@ -54,6 +57,10 @@ class Columns:
     Args:
       example: A pytree of arrays, one row: shapes and dtypes.
       rows: How many.
+
+    Attributes:
+      ids: uint64 [rows].
+      priorities: float64 [rows].
     """
 
     def __init__(self, example: Any, rows: int):
@@ -70,30 +77,20 @@ class Columns:
         self._dtypes = [x.dtype for x in arrays]
         self._shapes = [x.shape for x in arrays]
         self._widths = np.array([x.nbytes for x in arrays], np.int64)
-        self._starts, self._strides, size = _lay_out(self._widths, self._dtypes, rows)
-        self._block = np.zeros(size, np.uint8)  # zeroed pages, which take no RAM yet
-        self.leaves = [
-            np.ndarray(
-                (rows, *shape),
-                dtype,
-                self._block,
-                start,
-                (stride, *np.empty(shape, dtype).strides),
+        shapes = [(), (), *self._shapes]
+        dtypes = [np.dtype(np.uint64), np.dtype(np.float64), *self._dtypes]
+        widths = np.array([8, 8, *self._widths], np.int64)
+        starts, strides, size = _lay_out(widths, dtypes, rows)
+        block = np.zeros(size + _LINE, np.uint8)  # large columns take no RAM yet
+        self._block = block[-block.ctypes.data % _LINE :]
+        self.ids, self.priorities, *self.leaves = (
+            _column(self._block, *layout, rows)
+            for layout in zip(
+                shapes, dtypes, starts.tolist(), strides.tolist(), strict=True
             )
-            for shape, dtype, start, stride in zip(
-                self._shapes,
-                self._dtypes,
-                self._starts.tolist(),
-                self._strides.tolist(),
-                strict=True,
-            )
-        ]
+        )
+        self._starts, self._strides = starts[2:], strides[2:]
         self._layouts: dict[int, tuple[np.ndarray, int]] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return self._block.nbytes
 
     def tree(self, leaves: list) -> Any:
         """The pytree of an item with other leaves."""
@@ -188,6 +185,12 @@ class Columns:
             column[slots] = x
 
 
+def _column(block, shape, dtype, start: int, stride: int, rows: int) -> np.ndarray:
+    """A view of a column in a block."""
+    strides = (stride, *np.empty(shape, dtype).strides)
+    return np.ndarray((rows, *shape), dtype, block, start, strides)
+
+
 def _lay_out(widths, dtypes, rows: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Where columns start, the bytes from row to row of each, and those of the block."""
     starts, strides = np.zeros_like(widths), widths.copy()
@@ -197,9 +200,9 @@ def _lay_out(widths, dtypes, rows: int) -> tuple[np.ndarray, np.ndarray, int]:
         record = _round_up(record, dtypes[c].alignment)
         starts[c] = record
         record += int(widths[c])
-    record = _round_up(
-        record, max((dtypes[c].alignment for c in small.nonzero()[0]), default=1)
-    )
+    record = _round_up(record, max(dtypes[c].alignment for c in np.flatnonzero(small)))
+    if -record % _LINE <= _SPARE:  # whole lines, if that takes little more
+        record = _round_up(record, _LINE)
     strides[small] = record
     size = _round_up(record * rows, _LINE)
     starts_of_large, size_of_large = _starts(widths[~small], rows)

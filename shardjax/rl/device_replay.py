@@ -44,7 +44,6 @@ from shardjax.rl.samplers import Proportional, Uniform
 # 2**31 of these have a sum in float32. An item always has a mass, were it this one.
 _LARGEST_MASS = 1e28
 _LEAST_MASS = 1e-30
-_BLOCK = 64
 _NOWHERE = 2**31 - 1  # a slot past all, which nothing is written to
 
 
@@ -84,13 +83,33 @@ class DeviceReplayState:
     items: Any  # the pytree of the example, [capacity, ...] each
     masses: Levels  # the tree of sums; a leaf is 0 if there is no item
     priorities: Array  # float32 [capacity], as they were given; -1 if there is no item
-    largest: tuple[Array, Array]  # float32, of 64 priorities, of 64 of those
     generations: Array  # int32 [capacity], 0 if there is no item
-    next_slot: Array  # int32 [], where the next item goes
-    turn: Array  # int32 [], the generation of the next item
-    size: Array  # int32 [], number of items
-    stale: Array  # int32 [], priorities that came too late
-    refused: Array  # int32 [], priorities that were none
+    counters: Array  # int32 [5]: the properties below, in one array to hand over
+
+    @property
+    def next_slot(self) -> Array:
+        """Where the next item goes, int32 []."""
+        return self.counters[..., 0]
+
+    @property
+    def turn(self) -> Array:
+        """The generation of the next item, int32 []."""
+        return self.counters[..., 1]
+
+    @property
+    def size(self) -> Array:
+        """Number of items, int32 []."""
+        return self.counters[..., 2]
+
+    @property
+    def stale(self) -> Array:
+        """Priorities that came too late, int32 []."""
+        return self.counters[..., 3]
+
+    @property
+    def refused(self) -> Array:
+        """Priorities that were none, int32 []."""
+        return self.counters[..., 4]
 
 
 @dataclass(frozen=True)
@@ -155,10 +174,6 @@ class DeviceReplay:
         Args:
           example: A pytree of arrays, one item: the shapes and dtypes of all.
         """
-        blocks = -(-self.capacity // _BLOCK)
-
-        def zero():
-            return jnp.zeros((), jnp.int32)
 
         return DeviceReplayState(
             items=jax.tree.map(
@@ -166,17 +181,9 @@ class DeviceReplay:
                 example,
             ),
             masses=init_levels(self.capacity, self.width),
-            priorities=jnp.full(blocks * _BLOCK, -1.0, jnp.float32),
-            largest=(
-                jnp.full(-(-blocks // _BLOCK) * _BLOCK, -1.0, jnp.float32),
-                jnp.full(-(-blocks // _BLOCK), -1.0, jnp.float32),
-            ),
+            priorities=jnp.full(self.capacity, -1.0, jnp.float32),
             generations=jnp.zeros(self.capacity, jnp.int32),
-            next_slot=zero(),
-            turn=zero() + 1,
-            size=zero(),
-            stale=zero(),
-            refused=zero(),
+            counters=jnp.array([0, 1, 0, 0, 0], jnp.int32),
         )
 
     def add(
@@ -191,7 +198,8 @@ class DeviceReplay:
         Args:
           state: The replay.
           items: A pytree like the example, of arrays [n, ...], n at most `capacity`.
-          priorities: float32 [n]; by default the largest there is, 1 if there are none.
+          priorities: float32 [n]; by default the largest there is, 1 if there are none:
+            to find it, all are read, 4 MB of a million.
           valid: bool [n], False for what is left out: it gets an id that is always stale.
         """
         self._check_items(state, items)
@@ -204,16 +212,18 @@ class DeviceReplay:
         generations = jnp.where(past >= 0, _after(state.turn), state.turn)
         slots = jnp.where(valid, slots, _NOWHERE)
         generations = jnp.where(valid, generations, 0)
-        initial = jnp.max(state.largest[1])
-        initial = jnp.where(initial >= 0, initial, 1.0)
+        wrong = jnp.zeros((), jnp.int32)
         if priorities is None:
-            given, wrong = jnp.full(n, initial), jnp.zeros((), jnp.int32)
+            given = jnp.full(n, _largest(state.priorities))
         else:
             if isinstance(self.sampler, Uniform):
                 raise ValueError(_UNIFORM_HAS_NONE.format("add"))
             given = _as_priorities(priorities, (n,))
             fine = self._are_priorities(given)
             wrong = jnp.sum(valid & ~fine, dtype=jnp.int32)
+            initial = jax.lax.cond(
+                wrong > 0, _largest, lambda known: known[0], state.priorities
+            )
             given = jnp.where(fine, given, initial)
         before = state.generations.at[slots].get(mode="fill", fill_value=1)
         added = jnp.sum(before == 0, dtype=jnp.int32)
@@ -229,10 +239,15 @@ class DeviceReplay:
             generations=state.generations.at[slots].set(
                 _once_known(generations, before), mode="drop"
             ),
-            next_slot=jnp.where(next_slot >= 0, next_slot, next_slot + self.capacity),
-            turn=jnp.where(next_slot >= 0, _after(state.turn), state.turn),
-            size=state.size + added,
-            refused=state.refused + wrong,
+            counters=jnp.stack(
+                [
+                    jnp.where(next_slot >= 0, next_slot, next_slot + self.capacity),
+                    jnp.where(next_slot >= 0, _after(state.turn), state.turn),
+                    state.size + added,
+                    state.stale,
+                    state.refused + wrong,
+                ]
+            ),
         )
         state = self._write(state, slots, given, self._masses(given))
         return state, DeviceIds(slots, generations)
@@ -306,16 +321,12 @@ class DeviceReplay:
         there, fine = self.contains(state, ids), self._are_priorities(priorities)
         applied = there & fine
         slots = jnp.where(applied, ids.slots, _NOWHERE)
-        # Equal slots next to each other, in the order given; all but the last go nowhere.
-        order = jnp.argsort(slots, stable=True)
-        slots, priorities = slots[order], priorities[order]
-        repeated = jnp.append(slots[1:] == slots[:-1], False)
-        slots = jnp.where(repeated, _NOWHERE, slots)
-        state = replace(
-            state,
-            stale=state.stale + jnp.sum(~there, dtype=jnp.int32),
-            refused=state.refused + jnp.sum(there & ~fine, dtype=jnp.int32),
-        )
+        slots, order = _once_each(slots, self.capacity)
+        priorities = priorities[order]
+        late = jnp.sum(~there, dtype=jnp.int32)
+        wrong = jnp.sum(there & ~fine, dtype=jnp.int32)
+        counters = state.counters.at[3].add(late).at[4].add(wrong)
+        state = replace(state, counters=counters)
         masses = self._masses(priorities)
         return self._write(state, slots, priorities, masses), applied
 
@@ -336,21 +347,16 @@ class DeviceReplay:
         there = self.contains(state, ids)
         slots = jnp.where(there, ids.slots, _NOWHERE)
         generations = state.generations.at[slots].set(0, mode="drop")
-        order = jnp.argsort(slots)
-        slots = slots[order]
-        first = jnp.append(True, slots[1:] != slots[:-1]) & (slots < self.capacity)
-        state = replace(
-            state,
-            generations=generations,
-            size=state.size - jnp.sum(first, dtype=jnp.int32),
-        )
-        slots = jnp.where(first, slots, _NOWHERE)
+        slots, _ = _once_each(slots, self.capacity)
+        count = jnp.sum(slots < self.capacity, dtype=jnp.int32)
+        counters = state.counters.at[2].add(-count)
+        state = replace(state, generations=generations, counters=counters)
         gone = jnp.full(slots.shape, -1.0)
         return self._write(state, slots, gone, jnp.zeros_like(gone)), there
 
     def rebuild(self, state: DeviceReplayState) -> DeviceReplayState:
         """Computes masses and sums from the priorities anew: after `sampler` has changed."""
-        priorities = state.priorities[: self.capacity]
+        priorities = state.priorities
         masses = jnp.where(priorities >= 0, self._masses(priorities), 0.0)
         leaves = state.masses[0]
         padded = jnp.pad(masses, (0, leaves.size - self.capacity))
@@ -396,18 +402,10 @@ class DeviceReplay:
 
     def _write(self, state, slots, priorities, masses) -> DeviceReplayState:
         """Writes slots that differ from each other; those past the last are left out."""
-        raw = state.priorities.at[slots].set(priorities, mode="drop")
-        blocks, of_blocks = slots // _BLOCK, slots // _BLOCK**2
-        rows = raw.reshape(-1, _BLOCK).at[blocks].get(mode="clip")
-        first = state.largest[0].at[blocks].set(jnp.max(rows, axis=1), mode="drop")
-        rows = first.reshape(-1, _BLOCK).at[of_blocks].get(mode="clip")
-        most = jnp.max(rows, axis=1)
-        second = state.largest[1].at[of_blocks].set(most, mode="drop")
         return replace(
             state,
-            masses=set_leaves(state.masses, slots, _once_known(masses, most)),
-            priorities=raw,
-            largest=(first, second),
+            masses=set_leaves(state.masses, slots, masses),
+            priorities=state.priorities.at[slots].set(priorities, mode="drop"),
         )
 
 
@@ -417,6 +415,25 @@ _UNIFORM_HAS_NONE = (
 )
 
 
+def _once_each(slots: Array, capacity: int) -> tuple[Array, Array]:
+    """Slots in order, int32 [n], and where they were given.
+
+    One that is given again gets in the last place it has; in its others, nowhere.
+    """
+    n = slots.shape[0]
+    slots = jnp.minimum(slots, capacity)
+    if (capacity + 1) * n <= 2**32:  # sorting one number takes half the time of two
+        places = jnp.arange(n, dtype=jnp.uint32)
+        both = jnp.sort(slots.astype(jnp.uint32) * n + places, stable=False)
+        order = (both % n).astype(jnp.int32)
+        slots = (both // n).astype(jnp.int32)
+    else:
+        order = jnp.argsort(slots, stable=True)
+        slots = slots[order]
+    again = jnp.append(slots[1:] == slots[:-1], False)
+    return jnp.where(again | (slots == capacity), _NOWHERE, slots), order
+
+
 def _once_known(values: Array, read: Array) -> Array:
     """The same values; but to the compiler they depend on what was read.
 
@@ -424,6 +441,12 @@ def _once_known(values: Array, read: Array) -> Array:
     order is open, a program may write first, and read from a copy of the whole array.
     """
     return jnp.where(values == read, read, values)
+
+
+def _largest(priorities: Array) -> Array:
+    """What a new item gets: the largest there is, 1 if there are none."""
+    largest = jnp.max(priorities)
+    return jnp.where(largest >= 0, largest, 1.0)
 
 
 def _after(turn: Array) -> Array:

@@ -118,13 +118,29 @@ def random_points(
       stratified: At the top, takes a point from each of `batch_size` equal parts: so many
         draws come from each child of the top node as its mass says, but for one or two.
     """
-    points = jax.random.uniform(key, (len(levels), batch_size), jnp.float32)
+    words = jax.random.bits(key, (2, batch_size), jnp.uint32)
+    points = jnp.stack([_point(words, level) for level in range(len(levels))])
     if not stratified:
         return points
     part = jnp.arange(batch_size, dtype=jnp.float32)
     top = (part + points[-1]) / batch_size
     # Rounded up it could be 1; and 1 is not below the last prefix sum.
     return points.at[-1].set(jnp.minimum(top, 1 - 2**-23))
+
+
+def _point(words: Array, level: int) -> Array:
+    """A number in [0, 1) for a level, float32 [n], of 64 random bits, uint32 [2, n].
+
+    Both words are mixed as murmur3 does (a bijection), each from another start per level:
+    a third of the time that as many words of `jax.random` would take.
+    """
+    mixed = jnp.zeros((), jnp.uint32)
+    for word, step in zip(words, (0x9E3779B9, 0x7F4A7C15), strict=True):
+        word = word + jnp.uint32(step * (level + 1) % 2**32)
+        word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
+        word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
+        mixed ^= word ^ (word >> 16)
+    return (mixed >> 9).astype(jnp.float32) * jnp.float32(2**-23)
 
 
 def _prefix_sums(level: Array, nodes: Array) -> list[Array]:

@@ -97,6 +97,7 @@ def _report(
     kept = 0
     for i in range(n):
         prefetch(raw, slots[i])  # pyright: ignore[reportCallIssue]
+        prefetch(largest, offsets[1] + slots[i] // WIDTH)  # pyright: ignore[reportCallIssue]
         slots[kept], masses[kept] = slots[i], masses[i]
         priorities[kept] = priorities[i]
         kept += found[i]
@@ -188,9 +189,9 @@ class Priorities:
       raw: float64 [capacity], as given; of a slot without an item, anything.
     """
 
-    def __init__(self, capacity: int, sampler: Proportional | RankBased, norm: int):
-        self.raw = np.zeros(capacity, np.float64)
-        self._offsets = lay_out(capacity)
+    def __init__(self, raw: np.ndarray, sampler: Proportional | RankBased, norm: int):
+        self.raw = raw
+        self._offsets = lay_out(len(raw))
         self._tree = allocate(self._offsets)
         self._largest = allocate(self._offsets)
         self._least = np.empty(0, np.float64)

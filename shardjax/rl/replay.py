@@ -15,8 +15,7 @@ changed by a draw.
 **Threads.** Each method takes the replay's lock: actors may add while a learner draws. The
 kernels release the GIL.
 
-Sizes: beside the items, 16 bytes for a slot; with priorities 8 more for those, and with
-`Proportional` 9 for the sum tree.
+Sizes: beside the items, 24 bytes for a slot; with priorities 9 more for the trees.
 """
 
 import threading
@@ -25,7 +24,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from shardjax.rl.arguments import as_ids, as_priorities, wrong_priority
 from shardjax.rl.columns import Columns
+from shardjax.rl.generator import generator_words, set_generator
 from shardjax.rl.priorities import NO_ITEM, NORMS, Priorities, find_ids, spread, weigh
 from shardjax.rl.rank import Order, rank_probabilities
 from shardjax.rl.samplers import RankBased, Sampler, Uniform
@@ -120,11 +121,12 @@ class Replay:
         self._norm = NORMS[weight_norm]
         self._stratified = stratified
         self._next_id = int(first_id)
-        self._slot_ids = np.full(capacity, NO_ITEM, np.uint64)
+        self._slot_ids = self._columns.ids
+        self._slot_ids.fill(NO_ITEM)
         self._order = Order(capacity)
         self._priorities = None
         if not isinstance(sampler, Uniform):
-            self._priorities = Priorities(capacity, sampler, self._norm)
+            self._priorities = Priorities(self._columns.priorities, sampler, self._norm)
         self._changes = 0  # since ranks were sorted
         self._counts = dict.fromkeys(
             ("inserted", "sampled", "deleted", "updated", "stale"), 0
@@ -166,10 +168,10 @@ class Replay:
             ids = np.arange(n, dtype=np.uint64) + np.uint64(first)
             if priorities is not None:
                 known = self._with_priorities("add")
-                values = _as_priorities(ids, priorities, "add")
+                values = as_priorities(ids, priorities, "add")
                 masses, wrong = known.weigh(values)
                 if wrong >= 0:
-                    raise _wrong_priority(ids, values, wrong, "add")
+                    raise wrong_priority(ids, values, wrong, "add")
             elif self._priorities is not None:
                 values = np.full(n, self._priorities.largest() if len(self) else 1.0)
                 masses, _ = self._priorities.weigh(values)
@@ -220,8 +222,8 @@ class Replay:
             points = self._rng.random((number, batch_size))
             spread(points, self._stratified)
             probabilities, weights = self._draw(points, slots, beta)
-            ids = self._slot_ids[slots]
             items = self._columns.take(slots, shape)
+            ids = self._slot_ids[slots]
             self._counts["sampled"] += len(slots)
         return ReplayBatch(
             items,
@@ -268,15 +270,15 @@ class Replay:
           ValueError: if a priority is NaN, infinite or negative (none is set then), or the
             sampler is `Uniform`.
         """
-        ids = _as_ids(ids)
+        ids = as_ids(ids)
         flat, method = ids.reshape(-1), "set_priorities"
         with self._lock:
             known = self._with_priorities(method)
-            values = _as_priorities(flat, np.reshape(priorities, -1), method)
+            values = as_priorities(flat, np.reshape(priorities, -1), method)
             found = np.empty(flat.shape, np.bool_)
             wrong, count = known.report(self._slot_ids, flat, values, found)
             if wrong >= 0:
-                raise _wrong_priority(flat, values, wrong, method)
+                raise wrong_priority(flat, values, wrong, method)
             self._changes += count
             self._counts["updated"] += count
             self._counts["stale"] += len(flat) - count
@@ -288,7 +290,7 @@ class Replay:
         Raises:
           KeyError: if one is stale.
         """
-        ids = _as_ids(ids)
+        ids = as_ids(ids)
         with self._lock:
             slots, found, all_found = self._find(ids.reshape(-1))
             if not all_found:
@@ -302,7 +304,7 @@ class Replay:
 
     def contains(self, ids: Any) -> np.ndarray:
         """Whether the items of ids, uint64 [...], are there, bool [...]."""
-        ids = _as_ids(ids)
+        ids = as_ids(ids)
         with self._lock:
             return self._find(ids.reshape(-1))[1].reshape(ids.shape)
 
@@ -311,7 +313,7 @@ class Replay:
 
         Of an id given twice the last item counts; for a stale one nothing happens.
         """
-        ids = _as_ids(ids).reshape(-1)
+        ids = as_ids(ids).reshape(-1)
         arrays, n = self._columns.check(items)
         if n != len(ids):
             raise ValueError(f"`items` must be as many as `ids`, {len(ids)}, got {n}.")
@@ -322,7 +324,7 @@ class Replay:
 
     def delete(self, ids: Any) -> Outcome:
         """Deletes the items of ids, uint64 [n]: they are never drawn again."""
-        ids = _as_ids(ids).reshape(-1)
+        ids = as_ids(ids).reshape(-1)
         with self._lock:
             slots, found, _ = self._find(ids)
             slots, before = slots[found], len(self)
@@ -360,10 +362,6 @@ class Replay:
         with self._lock:
             order = self._order.slots()
             rows = int(order.max()) + 1 if len(order) else 0
-            generator = self._rng.bit_generator.state
-            words = [generator["state"]["state"], generator["state"]["inc"]]
-            words = [w >> shift & 2**64 - 1 for w in words for shift in (64, 0)]
-            words += [generator["has_uint32"], generator["uinteger"]]
             state = {
                 "items": self._columns.tree(_views(self._columns.leaves, rows)),
                 "ids": self._slot_ids[:rows].copy(),
@@ -372,7 +370,7 @@ class Replay:
                 "capacity": np.array(self._capacity),
                 "changes": np.array(self._changes),
                 "counts": np.array(list(self._counts.values())),
-                "generator": np.array(words, np.uint64),
+                "generator": generator_words(self._rng),
             }
             if self._priorities is not None:
                 state["priorities"] = self._priorities.raw[:rows].copy()
@@ -407,7 +405,7 @@ class Replay:
             masses[order], wrong = self._priorities.weigh(priorities[order])
             if wrong >= 0:
                 gone = np.asarray(state["ids"])[order]
-                raise _wrong_priority(gone, priorities[order], wrong, "load_state_dict")
+                raise wrong_priority(gone, priorities[order], wrong, "load_state_dict")
         with self._lock:
             for column, x in zip(self._columns.leaves, leaves, strict=True):
                 column[: len(x)] = x
@@ -422,16 +420,7 @@ class Replay:
             if self._priorities is not None:
                 slots = np.arange(self._capacity, dtype=np.int64)
                 self._priorities.write(slots, priorities, masses)
-            words = [int(w) for w in state["generator"]]
-            self._rng.bit_generator.state = {
-                "bit_generator": "PCG64",
-                "state": {
-                    "state": words[0] << 64 | words[1],
-                    "inc": words[2] << 64 | words[3],
-                },
-                "has_uint32": words[4],
-                "uinteger": words[5],
-            }
+            set_generator(self._rng, state["generator"])
 
     def _find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
         """Slots of ids, which are there, and whether all are."""
@@ -450,37 +439,6 @@ class Replay:
                 " Use Proportional(...) or RankBased(...)."
             )
         return self._priorities
-
-
-def _as_priorities(ids: np.ndarray, priorities: Any, method: str) -> np.ndarray:
-    """Priorities as float64 [n], copied; whether they are some is not looked at."""
-    values = np.array(priorities, np.float64)
-    if values.shape != ids.shape:
-        raise ValueError(
-            f"`priorities` of `{method}` must be one for each item, {list(ids.shape)}, got"
-            f" {list(values.shape)}."
-        )
-    return values
-
-
-def _wrong_priority(ids, priorities, i: int, method: str) -> ValueError:
-    return ValueError(
-        f"`priorities` of `{method}` must be finite, from 0 on and below 1e290 to the power"
-        f" of alpha, got {priorities[i]} for id {ids[i]} (number {i} of {len(ids)}). No"
-        " priority was set: look at what made it, such as the loss."
-    )
-
-
-def _as_ids(ids: Any) -> np.ndarray:
-    array = np.asarray(ids)
-    if array.dtype == np.uint64:
-        return array
-    if array.size and not (array.dtype.kind in "iu" and array.min() >= 0):
-        raise TypeError(
-            "`ids` must be those that `add` and `sample` gave, uint64, got"
-            f" {array.dtype}."
-        )
-    return array.astype(np.uint64)
 
 
 def _views(columns: list[np.ndarray], rows: int) -> list[np.ndarray]:

@@ -111,7 +111,9 @@ def add_up(tree, offsets, slots):
         count = _parents(nodes, count)
         below, here = offsets[level - 1], offsets[level]
         for i in range(count):
-            tree[here + nodes[i]] = _sum_of(tree, below + WIDTH * nodes[i])
+            node = here + nodes[i]
+            tree[node] = _sum_of(tree, below + WIDTH * nodes[i])
+            prefetch(tree, node ^ _LINE)  # pyright: ignore[reportCallIssue]
 
 
 @numba.njit(nogil=True, cache=True)

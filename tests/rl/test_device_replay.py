@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from shardjax import rl
+from shardjax.rl.device_replay import _once_each
 from tests.rl.draws import assert_drawn
 
 REPLAY = rl.DeviceReplay(5, rl.Proportional(alpha=1.0, eps=0.0))
@@ -46,7 +47,6 @@ def assert_is(state, items):
     x, raw = np.asarray(state.items["x"]), np.asarray(state.priorities)
     found = {int(x[s]): float(raw[s]) for s in range(5) if there[s]}
     assert found == pytest.approx(items)
-    assert float(state.largest[1].max()) == pytest.approx(max(items.values()))
     batch = draw(REPLAY, state, 0)
     expected = np.zeros(5)
     for slot in range(5):
@@ -103,6 +103,16 @@ def test_a_priority_of_an_item_that_is_gone_is_stale():
     assert_is(state, {1: 100, 2: 100, 3: 1, 4: 1, 5: 1})
 
 
+@pytest.mark.parametrize("capacity", [5, 2**30])
+def test_slots_are_written_once_each(capacity):
+    """By sorting one number, or two where one has not enough bits."""
+    slots = jnp.array([3, 1, 2**31 - 1, 3, 0, 1, 3], jnp.int32)
+    once, order = _once_each(slots, capacity)
+    there = np.asarray(once) < capacity
+    assert once[there].tolist() == [0, 1, 3]
+    assert order[there].tolist() == [4, 5, 6]
+
+
 def test_of_an_item_given_twice_the_last_priority_counts():
     state, ids = filled([1.0, 2.0, 4.0])
     twice = part(ids, 1, 2, 1)
@@ -136,7 +146,8 @@ def test_deleted_items_are_never_drawn():
 
 def test_generations_go_past_the_largest_integer():
     for turn in (2**31 - 2, -3):
-        state = replace(REPLAY.init(EXAMPLE), turn=jnp.int32(turn))
+        state = REPLAY.init(EXAMPLE)
+        state = replace(state, counters=state.counters.at[1].set(turn))
         seen = []
         for start in range(0, 24, 3):
             state, ids = add(state, numbered(3, start), jnp.ones(3))
