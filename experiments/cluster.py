@@ -13,7 +13,7 @@ import shardjax as sj
 from experiments import config as configs
 from experiments.checkpoints import resumes
 from shardjax import processes
-from shardjax.data import Share
+from shardjax.data import BlockShare, Share
 from shardjax.export.rows import versions
 
 C = TypeVar("C", bound="ProcessConfig")
@@ -46,6 +46,32 @@ def share(mesh: Any) -> Share | None:
     if count == 1:
         return None
     return Share(processes.process_index(), count, mesh.size // count)
+
+
+def block_share(mesh: Any, batch_size: int, blocks: int) -> BlockShare:
+    """Which part of each batch this process reads, by its speed.
+
+    Args:
+      mesh: of all devices.
+      batch_size: rows of a batch.
+      blocks: of each process, on average.
+
+    Raises:
+      ValueError: if there is only one process, or a batch has not so many rows.
+    """
+    own = share(mesh)
+    if own is None:
+        raise ValueError(
+            "`data.balance` deals batches to several processes, and this run has one. Leave"
+            " it out, or start more"
+        )
+    if batch_size < mesh.size * blocks:
+        raise ValueError(
+            f"`data.balance` must leave each of {mesh.size} devices a row of a block, got"
+            f" {blocks} blocks with `batch_size` {batch_size}. Give"
+            f" {batch_size // mesh.size} blocks at most, or larger batches"
+        )
+    return BlockShare(own, -(-batch_size // (mesh.size * blocks)))
 
 
 def _reserve_stdout() -> None:

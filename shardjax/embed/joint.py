@@ -55,12 +55,15 @@ class JointBatch:
       size: how many those are; they may be none.
       examples: per device, padding included, the same in all processes.
       clicks: as of `Planner.plan`, of this process's examples.
+      dealt: that each device of this process gets before the next one gets any; None for
+        as many as there is room for.
     """
 
     features: Mapping[str, np.ndarray | Jagged]
     size: int
     examples: int
     clicks: np.ndarray | None = None
+    dealt: int | None = None
 
 
 @dataclass(eq=False)
@@ -183,7 +186,12 @@ class JointPlanner:
             try:
                 requests.append(
                     self._requester.ask(
-                        batch.features, batch.size, batch.clicks, batch.examples, train
+                        batch.features,
+                        batch.size,
+                        batch.clicks,
+                        batch.examples,
+                        train,
+                        batch.dealt,
                     )
                 )
             except Exception as problem:  # whatever it is, it is this batch's
