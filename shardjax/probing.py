@@ -88,17 +88,18 @@ def make_probe(
     dense = np.zeros((block_size, n_dense), np.float32)
     inputs = jax.tree.map(numbers, (dense, embeddings))
 
-    def loss_of(params, inputs, state):
-        dense, embeddings = cast(inputs)
+    def loss_of(params, embeddings, dense, state):
+        dense, embeddings = cast((dense, embeddings))
         logits, _ = network.apply(cast(params), state, dense, embeddings, train=True)
         return jnp.sum(jnp.square(finish_logits(logits, block_size)))
 
     @jax.jit
     def run(params, state, inputs):
         def one(total, block):
+            dense, embeddings = block
             both = jax.grad(loss_of, argnums=(0, 1), allow_int=True)
-            grads, input_grads = both(params, block, state)
-            floats = [x for x in jax.tree.leaves(input_grads) if is_float(x)]
+            grads, row_grads = both(params, embeddings, dense, state)
+            floats = [x for x in jax.tree.leaves(row_grads) if is_float(x)]
             return jax.tree.map(jnp.add, total, grads), floats
 
         return jax.lax.scan(one, jax.tree.map(jnp.zeros_like, params), inputs)

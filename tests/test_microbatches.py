@@ -32,7 +32,7 @@ TX = optax.sgd(0.1)
 
 
 def grad_of(params, blocks, state, x, y):
-    """Of params * blocks * x; the state counts the calls, and fails to be 0 for padding."""
+    """Of params * blocks * x; the state counts calls and examples."""
     value = jnp.sum(params * blocks * x)
     grads = jnp.sum(blocks * x), params * x
     return grads, (value, blocks + 1, y + 1, state + jnp.array([1, len(x)]))
@@ -48,10 +48,12 @@ def test_what_lies_behind_the_last_that_counts_is_not_computed(size, last):
     )
     arguments = size, jnp.float32(2), jnp.zeros(2, int), jnp.arange(7.0), (x, x)
     every = in_microbatches(grad_of, *arguments)
+    length = 7 if size is None else -(-7 // -(-7 // size))
+    spoilt = jnp.where(np.arange(7) < -(-last // length) * length, x, jnp.nan)
+    arguments = *arguments[:-1], (spoilt, spoilt)
     found = in_microbatches(grad_of, *arguments, jnp.array(counts))
     jax.tree.map(np.testing.assert_array_equal, found[:3], every[:3])
     logits, losses, (turns, _) = found[3]
-    length = 7 if size is None else -(-7 // -(-7 // size))
     assert turns == -(-last // length)
     assert logits.shape == losses.shape == (7,)
     done = min(int(turns) * length, 7)
@@ -104,10 +106,14 @@ def train(mesh, network, batches, *, stage=0, **more):
     plan = plan_network(network, TX, collection, stage, min_bytes=0)
     state = init_state(network, TX, collection, METRICS, zero=plan)
     step = make_train_step(network, TX, collection, zero=plan, **more)
-    losses = []
+    losses, layouts = [], set()
     for batch in batches:
-        state, info = step(state, prepare(collection, batch, train=True))
+        batch = prepare(collection, batch, train=True)
+        layouts.add(batch.layout)
+        state, info = step(state, batch)
         losses.append(float(info["loss"]))
+    # one program for all counts; and one for the state that is given first
+    assert step.jitted._cache_size() <= len(layouts) + 1
     keys = jax.tree.map(
         lambda x: (
             jax.random.key_data(x)

@@ -87,7 +87,7 @@ class BlockShare:
         block_size: int,
         *,
         most: int | None = None,
-        every: int = 8,
+        every: int = 16,
         balance: Balance | None = None,
         connect: Callable[[], Agreement] | None = None,
     ):

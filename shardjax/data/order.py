@@ -195,15 +195,16 @@ def read_parts(
       position after it, and the bad lines up to there.
     """
     cut_out = dealing or Share(0, 1).start(batch_size)
-    run = 1
+    run, table = 1, None
     if numbers:
         assert isinstance(source, Indexable)
+        table = source
         run = min(rows_at_once, source.rows_at_once) // max(1, cut_out.rows)
     cuts = iter(cuts)
     while several := list(islice(cuts, cut_out.ahead(max(1, run)))):
         parts = [cut_out.part(batch) for batch, *_ in several]
-        if numbers:
-            parts = _take(source, parts)
+        if table is not None:
+            parts = _take(table, parts)
         for part, (batch, after, bad_lines) in zip(parts, several, strict=True):
             given = part.batch if dealing is None else part
             yield given, batch.size, after, bad_lines
