@@ -129,9 +129,7 @@ def train(mesh, network, batches, *, stage=0, **more):
     } | read(collection, state)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "stage"), [("8x1", 0), ("8x1", 3), ("4x2", 0), ("4x2", 2)]
-)
+@pytest.mark.parametrize(("mesh", "stage"), [("8x1", 0), ("8x1", 3), ("4x2", 2)])
 def test_skipping_changes_no_bit(mesh, stage):
     """Full devices, some, none, and examples without weight among the others."""
     batches = [make_batch(0, 48)]
