@@ -108,7 +108,8 @@ def assert_close(found, wanted):
 
 
 @pytest.mark.multiprocess
-def test_the_program_balances(tmp_path):
+def test_the_program_balances(monkeypatch):
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     command = [
         sys.executable, "-m", "experiments.ctr", "--mesh", "2x1", "--model.name", "lr",
         "--data.rows", "3000", "--data.eval-rows", "100", "--data.balance", "4",

@@ -123,11 +123,15 @@ class Requester:
         """
         span = self._span
         each = examples if dealt is None else dealt
-        if each > examples or batch > each * span.count:
+        if each > examples:
+            raise ValueError(
+                f"`dealt` must not exceed the room of a device, {examples} examples, got"
+                f" {each}. Give the Loader a BlockShare, whose parts have enough"
+            )
+        if batch > each * span.count:
             raise ValueError(
                 f"a process with {span.count} devices takes up to"
-                f" {each * span.count} examples of a batch, {each} per device with room for"
-                f" {examples}, got"
+                f" {each * span.count} examples of a batch, {each} per device, got"
                 f" {batch}. Give all processes the same share"
             )
         clicks = check_clicks(clicks, batch, self._states) if train else None
