@@ -15,6 +15,7 @@ from experiments.checkpoints import resumes
 from shardjax import processes
 from shardjax.data import Share
 from shardjax.export.rows import versions
+from shardjax.together import PeerError
 
 C = TypeVar("C", bound="ProcessConfig")
 
@@ -46,6 +47,24 @@ def share(mesh: Any) -> Share | None:
     if count == 1:
         return None
     return Share(processes.process_index(), count, mesh.size // count)
+
+
+def check_same_data(**facts: Any) -> None:
+    """Checks that all processes have found the same data: their files may lie on storage
+    that only looks the same.
+
+    Args:
+      facts: about the data, as JSON has them.
+
+    Raises:
+      ValueError: if they differ; it names them.
+    """
+    try:
+        processes.check_agreement({"data": facts})
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. The files of --data.path are to be the same for all processes"
+        ) from None
 
 
 def _reserve_stdout() -> None:
@@ -104,7 +123,7 @@ def joined(config: C) -> Iterator[C]:
     with processes.watch():
         try:
             yield own
-        except (OSError, ValueError) as error:  # what the user can mend
+        except (OSError, ValueError, PeerError) as error:  # what the user can mend
             if not several:
                 raise
             raise SystemExit(f"process {processes.process_index()}: {error}") from None
