@@ -21,8 +21,8 @@ class Config:
     checkpoint: CheckpointConfig
     resume: str = "auto"
 
-def run(first, end=None):  # saves after each step; something happens in process 1
-    config = Config(CheckpointConfig(dir=FOLDER / "run", interval="1"))
+def run(first, end):  # what happens in process 1 in the third step
+    config = Config(CheckpointConfig(dir=FOLDER / "run", interval="4"))
     with Checkpoints(config, 30) as checkpoints, checkpoints.catch_sigterm():
         step, now, _ = checkpoints.begin(state)
         assert step == first
@@ -47,7 +47,7 @@ with processes.watch():
         run(0, lambda: os.kill(os.getpid(), signal.SIGTERM))
     except SystemExit as error:
         print(json.dumps([error.code, max(StepFolder(FOLDER / "run", write=False).steps())]))
-    # the disk is full for process 1: files of a few KB can be written, no larger ones
+    # the disk is full for process 1: files of some KB can be written, no larger ones
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, 1 << 15))
     print(json.dumps("the last run"), flush=True)
     run(8, limit)
@@ -60,7 +60,6 @@ def test_processes_end_together_when_one_has_to(tmp_path):
     ended = run_cluster(program, 2, 1, limit=60, check=False, whole=True)
     for process in ended:
         assert process.rc in (1, 76), process
-        assert "process 1 has failed" in process.stderr or process.rc == 1
         lines = [x for x in process.stdout.splitlines() if x[0] in '"[' and x[1] != "G"]
         unshared, stopped, _ = map(json.loads, lines)
         assert "checkpoints need a folder that all processes share" in unshared
@@ -68,13 +67,13 @@ def test_processes_end_together_when_one_has_to(tmp_path):
         # SIGTERM to one: all look every 8 steps, save, and end
         assert stopped == [75, 8]
     first, second = ended
-    assert "process 1: the arrays of" in second.stderr
-    assert "File too large" in second.stderr and "Traceback" in second.stderr
+    assert "OSError: the arrays of" in second.stderr
+    assert "File too large" in second.stderr
     told = "process 1 failed: OSError: the arrays of", "process 1 has failed: OSError"
     assert any(x in first.stderr for x in told), first.stderr
     assert abs(first.seconds - second.seconds) < 20
     # a step of which a process cannot write its part is none, and the run has ended
     with StepFolder(tmp_path / "run", write=False) as run:
-        assert run.steps() == [8, 9, 10]
+        assert run.steps() == [4, 8]
         for step in run.steps():
             run.verify(step)
