@@ -15,6 +15,7 @@ from experiments.checkpoints import resumes
 from shardjax import processes
 from shardjax.data import BlockShare, Share
 from shardjax.export.rows import versions
+from shardjax.together import PeerError
 
 C = TypeVar("C", bound="ProcessConfig")
 
@@ -74,6 +75,24 @@ def block_share(mesh: Any, batch_size: int, blocks: int) -> BlockShare:
     return BlockShare(own, -(-batch_size // (mesh.size * blocks)))
 
 
+def check_same_data(**facts: Any) -> None:
+    """Checks that all processes have found the same data: their files may lie on storage
+    that only looks the same.
+
+    Args:
+      facts: about the data, as JSON has them.
+
+    Raises:
+      ValueError: if they differ; it names them.
+    """
+    try:
+        processes.check_agreement({"data": facts})
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. The files of --data.path are to be the same for all processes"
+        ) from None
+
+
 def _reserve_stdout() -> None:
     """Keeps stdout for what this program prints: collectives on CPUs write to it that they
     are connected, which goes to stderr from now on."""
@@ -130,7 +149,7 @@ def joined(config: C) -> Iterator[C]:
     with processes.watch():
         try:
             yield own
-        except (OSError, ValueError) as error:  # what the user can mend
+        except (OSError, ValueError, PeerError) as error:  # what the user can mend
             if not several:
                 raise
             raise SystemExit(f"process {processes.process_index()}: {error}") from None

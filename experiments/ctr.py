@@ -28,9 +28,15 @@ from experiments.checkpoints import (
     CheckpointConfig,
     Checkpoints,
     check_resume,
-    resumes,
 )
-from experiments.cluster import ProcessConfig, block_share, is_first, joined, share
+from experiments.cluster import (
+    ProcessConfig,
+    block_share,
+    check_same_data,
+    is_first,
+    joined,
+    share,
+)
 from experiments.data import DataConfig, Opened, open_data
 from experiments.optimizers import ROW_OPTIMIZERS as ROW_OPTIMIZERS, OptimConfig
 from experiments.output import (
@@ -167,8 +173,7 @@ def main(config: Config) -> dict[str, Any]:
 def run(config: Config) -> dict[str, Any]:
     """Runs the experiment in this process, once its devices are there."""
     started = time.perf_counter()
-    if config.out is not None:
-        claim(config.out, resumes(config))
+    goes_on = claim(config)
     if config.export is not None:
         if processes.process_count() > 1:
             raise ValueError(
@@ -180,6 +185,13 @@ def run(config: Config) -> dict[str, Any]:
     mesh = sj.make_mesh(config.mesh)
     data = open_data(config.data, config.seed)
     log.info("%s", data.description)
+    check_same_data(
+        rows=data.train_rows,
+        eval_rows=data.eval_rows,
+        features=list(data.features),
+        bags=sorted(data.bags),
+        n_dense=data.n_dense,
+    )
     collection, network = build(config, data, mesh)
     users = Index() if data.has_groups else None
     steps = total_steps(config, data.train_rows)
@@ -238,7 +250,7 @@ def run(config: Config) -> dict[str, Any]:
     with (
         closing(collection),
         checkpoints,
-        open_writers(config.out, config, resumes(config)) as writer,
+        open_writers(config.out, config, goes_on) as writer,
     ):
         run = Run(
             config,

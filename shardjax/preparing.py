@@ -116,6 +116,15 @@ def _features(batch: Any) -> dict[str, Any]:
     return features | batch.jagged
 
 
+def _form(batch: Any, groups: Index | None) -> dict[str, Any]:
+    """What of a batch its layout on the devices depends on, beside its features."""
+    return {
+        "number of dense features": batch.dense.shape[1],
+        "shape of a label": list(batch.labels.shape[1:]),
+        "column of groups": groups is not None and batch.groups is not None,
+    }
+
+
 def _clicks(batch: Any) -> np.ndarray:
     """The labels; 0 for examples without weight, whose label may be anything."""
     if batch.weights is None:
@@ -145,7 +154,16 @@ class _Prepared:
                 self._batches.append((part, dealt))
                 clicks = _clicks(part)
                 size = len(part.labels)
-                parts.append(JointBatch(_features(part), size, examples, clicks, dealt))
+                parts.append(
+                    JointBatch(
+                        _features(part),
+                        size,
+                        examples,
+                        clicks,
+                        dealt,
+                        form=_form(part, self._groups),
+                    )
+                )
             yield parts
 
     def __iter__(self) -> "_Prepared":

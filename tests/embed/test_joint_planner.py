@@ -186,6 +186,13 @@ def test_processes_that_plan_other_batches_are_told_so():
             error
         )
         assert "process 0 and a bag of keys in process 1" in str(error)
+    wanted = JointBatch(batch.features, 4, 1, form={"number of dense features": 2})
+    for error in players.plan([[wanted], [batch]]):
+        assert isinstance(error, PlanError)
+        assert "same number of dense features in all processes, got 2 in pr" in str(
+            error
+        )
+        assert "process 0 and None in process 1" in str(error)
     many = JointBatch({"a": np.arange(9, dtype=np.uint64)}, 9, 1)
     found = players.plan([[many], [batch]])
     assert "takes up to 4 examples of a batch, 1 per device, got 9" in str(found[0][1])
