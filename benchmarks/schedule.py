@@ -27,8 +27,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from handout import Handout
+
 from shardjax.data.blocks import assign
-from shardjax.data.handout import Handout
 from shardjax.data.schedule import BlockSchedule
 
 PATTERNS = ("none", "permanent", "bursts", "random", "mix")

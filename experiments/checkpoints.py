@@ -152,12 +152,18 @@ class Checkpoints:
             )
 
     def after(self, step: int, state: Any, extra: Callable[[], dict[str, Any]]) -> None:
-        """Saves after a step if it is time to; a save that fails is logged."""
+        """Saves after a step if it is time to; a save that fails is logged.
+
+        Raises:
+          OSError: of several processes, if it failed: some of them may wait in it.
+        """
         if self._checkpointer is None:
             return
         try:
             self._checkpointer.maybe_save(step, state, extra)
         except OSError as error:
+            if process_count() > 1:
+                raise
             self.failures += 1
             log.error("a save has failed, and training goes on: %s", error)
 

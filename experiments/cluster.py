@@ -13,8 +13,9 @@ import shardjax as sj
 from experiments import config as configs
 from experiments.checkpoints import resumes
 from shardjax import processes
-from shardjax.data import Share
+from shardjax.data import BlockShare, Share
 from shardjax.export.rows import versions
+from shardjax.together import PeerError
 
 C = TypeVar("C", bound="ProcessConfig")
 
@@ -46,6 +47,50 @@ def share(mesh: Any) -> Share | None:
     if count == 1:
         return None
     return Share(processes.process_index(), count, mesh.size // count)
+
+
+def block_share(mesh: Any, batch_size: int, blocks: int) -> BlockShare:
+    """Which part of each batch this process reads, by its speed.
+
+    Args:
+      mesh: of all devices.
+      batch_size: rows of a batch.
+      blocks: of each process, on average.
+
+    Raises:
+      ValueError: if there is only one process, or a batch has not so many rows.
+    """
+    own = share(mesh)
+    if own is None:
+        raise ValueError(
+            "`data.balance` deals batches to several processes, and this run has one. Leave"
+            " it out, or start more"
+        )
+    if batch_size < mesh.size * blocks:
+        raise ValueError(
+            f"`data.balance` must leave each of {mesh.size} devices a row of a block, got"
+            f" {blocks} blocks with `batch_size` {batch_size}. Give"
+            f" {batch_size // mesh.size} blocks at most, or larger batches"
+        )
+    return BlockShare(own, -(-batch_size // (mesh.size * blocks)))
+
+
+def check_same_data(**facts: Any) -> None:
+    """Checks that all processes have found the same data: their files may lie on storage
+    that only looks the same.
+
+    Args:
+      facts: about the data, as JSON has them.
+
+    Raises:
+      ValueError: if they differ; it names them.
+    """
+    try:
+        processes.check_agreement({"data": facts})
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. The files of --data.path are to be the same for all processes"
+        ) from None
 
 
 def _reserve_stdout() -> None:
@@ -104,7 +149,7 @@ def joined(config: C) -> Iterator[C]:
     with processes.watch():
         try:
             yield own
-        except (OSError, ValueError) as error:  # what the user can mend
+        except (OSError, ValueError, PeerError) as error:  # what the user can mend
             if not several:
                 raise
             raise SystemExit(f"process {processes.process_index()}: {error}") from None

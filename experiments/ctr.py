@@ -23,13 +23,20 @@ from flax import nnx
 
 import shardjax as sj
 from experiments import config as configs
+from experiments.balancing import Balancer
 from experiments.checkpoints import (
     CheckpointConfig,
     Checkpoints,
     check_resume,
-    resumes,
 )
-from experiments.cluster import ProcessConfig, is_first, joined, share
+from experiments.cluster import (
+    ProcessConfig,
+    block_share,
+    check_same_data,
+    is_first,
+    joined,
+    share,
+)
 from experiments.data import DataConfig, Opened, open_data
 from experiments.optimizers import ROW_OPTIMIZERS as ROW_OPTIMIZERS, OptimConfig
 from experiments.output import (
@@ -140,6 +147,12 @@ class Config(ProcessConfig):
             raise ValueError(f"`seed` must be in [0, 2**31), got {self.seed}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"`steps` must be positive, got {self.steps}")
+        if self.data.balance is not None and self.microbatch_size is not None:
+            raise ValueError(
+                "`microbatch_size` and `data.balance` exclude each other, as a block goes"
+                f" through the network at a time, got {self.microbatch_size} and"
+                f" {self.data.balance}. Leave one of them out"
+            )
         trace_window(self.profile, self.out)
         check_resume(self.resume, self.checkpoint)
 
@@ -160,8 +173,7 @@ def main(config: Config) -> dict[str, Any]:
 def run(config: Config) -> dict[str, Any]:
     """Runs the experiment in this process, once its devices are there."""
     started = time.perf_counter()
-    if config.out is not None:
-        claim(config.out, resumes(config))
+    goes_on = claim(config)
     if config.export is not None:
         if processes.process_count() > 1:
             raise ValueError(
@@ -173,6 +185,13 @@ def run(config: Config) -> dict[str, Any]:
     mesh = sj.make_mesh(config.mesh)
     data = open_data(config.data, config.seed)
     log.info("%s", data.description)
+    check_same_data(
+        rows=data.train_rows,
+        eval_rows=data.eval_rows,
+        features=list(data.features),
+        bags=sorted(data.bags),
+        n_dense=data.n_dense,
+    )
     collection, network = build(config, data, mesh)
     users = Index() if data.has_groups else None
     steps = total_steps(config, data.train_rows)
@@ -194,16 +213,27 @@ def run(config: Config) -> dict[str, Any]:
     microbatch = config.microbatch_size
     if microbatch is None and jax.default_backend() == "cpu":
         microbatch = 512
+    part, balancer = share(mesh), None
+    if config.data.balance is not None:
+        part = block_share(mesh, config.batch_size, config.data.balance)
+        microbatch = part.block_size
+        balancer = Balancer(part, config, network, collection, data.n_dense)
     pace = Pace()
     step = train.make_train_step(
-        network, tx, collection, microbatch_size=microbatch, pace=pace, zero=plan
+        network,
+        tx,
+        collection,
+        microbatch_size=microbatch,
+        skip_padding=balancer is not None,
+        pace=pace,
+        zero=plan,
     )
     loader = Loader(
         data.train,
         config.batch_size,
         shuffle_seed=config.data.shuffle_seed,
         shuffle="global" if config.data.shuffle_all else "window",
-        share=share(mesh),
+        share=part,
         stream=train.prepare_stream(collection, train=True, check=checked),
         window=config.storage.window,
         meanwhile=pace.look,
@@ -220,10 +250,19 @@ def run(config: Config) -> dict[str, Any]:
     with (
         closing(collection),
         checkpoints,
-        open_writers(config.out, config, resumes(config)) as writer,
+        open_writers(config.out, config, goes_on) as writer,
     ):
         run = Run(
-            config, collection, state, step, pace, loader, writer, steps, checkpoints
+            config,
+            collection,
+            state,
+            step,
+            pace,
+            loader,
+            writer,
+            steps,
+            checkpoints,
+            balancer,
         )
         with checkpoints.catch_sigterm():
             result |= run.loop()
@@ -326,7 +365,17 @@ class Run:
     """The training loop, and what it writes on the way: see docs/counters.md."""
 
     def __init__(
-        self, config, collection, state, step, pace, loader, writer, steps, checkpoints
+        self,
+        config,
+        collection,
+        state,
+        step,
+        pace,
+        loader,
+        writer,
+        steps,
+        checkpoints,
+        balancer,
     ):
         self.config = config
         self.collection = collection
@@ -337,6 +386,7 @@ class Run:
         self.writer = writer
         self.total_steps = steps
         self.checkpoints: Checkpoints = checkpoints
+        self.balancer: Balancer | None = balancer
         self.taken, self.state, extra = checkpoints.begin(state)
         self.rows: list[dict[str, float]] = as_floats(extra.get("rows", []))
         self.counters: dict[str, float] = extra.get("counters", {})
@@ -378,6 +428,8 @@ class Run:
                 if self.taken % config.log_every == 0 or self.taken == self.total_steps:
                     jax.block_until_ready(info["loss"])
                     bar.write(self.taken, self.write_row())
+                if self.balancer is not None:
+                    self.balancer.after(self.taken, info)
                 self.checkpoints.after(self.taken, self.state, self.extra)
                 if self.taken == self.total_steps:
                     break
@@ -396,6 +448,7 @@ class Run:
             "loader/wait_s": round(self.loader.wait_seconds, 3),
             "device/wait_s": round(self.pace.idle_seconds, 3),
             **self.checkpoints.figures(),
+            **({} if self.balancer is None else self.balancer.figures()),
             **self.sizes(),
         }
 
@@ -421,6 +474,8 @@ class Run:
         row["loader/wait_s"] = self.loader.wait_seconds - self.wait
         row["device/wait_s"] = self.pace.idle_seconds - self.idle
         row |= self.checkpoints.figures()
+        if self.balancer is not None:
+            row |= self.balancer.figures()
         self.wait, self.idle = self.loader.wait_seconds, self.pace.idle_seconds
         self.writer.write(self.taken, row)
         self.rows.append({"step": self.taken, **row})

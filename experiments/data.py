@@ -38,6 +38,9 @@ class DataConfig:
     shuffle_all: bool = False
     """Any training row may come at any place of an epoch: for Parquet, Arrow, synthetic rows
     and those in memory; else rows move within windows of some 260,000."""
+    balance: int | None = None
+    """Blocks per process, on average, that a batch is cut into: processes get as many as they
+    are fast. None for equal parts. For several processes: see docs/clusters.md."""
     in_memory: bool = False
     """Keep the rows in memory instead of reading the files in every epoch."""
     dense: tuple[str, ...] = ()
@@ -78,6 +81,8 @@ class DataConfig:
             )
         if self.path is None and self.format not in ("auto", "synthetic"):
             raise ValueError(f"format {self.format!r} needs a `path`")
+        if self.balance is not None and self.balance < 1:
+            raise ValueError(f"`balance` must be positive, got {self.balance}")
         for name in ("rows", "eval_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(

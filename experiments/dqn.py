@@ -29,7 +29,7 @@ import numpy as np
 
 import shardjax as sj
 from experiments import config as configs
-from experiments.checkpoints import Checkpoints, resumes
+from experiments.checkpoints import Checkpoints
 from experiments.dqn_config import RECSIM, Config
 from experiments.learners import Learner, VectorLearner
 from experiments.output import (
@@ -61,8 +61,7 @@ def main(config: Config) -> dict[str, Any]:
 def run(config: Config) -> dict[str, Any]:
     """Runs the experiment in this process, once its devices are there."""
     started = time.perf_counter()
-    if config.out is not None:
-        claim(config.out, resumes(config))
+    goes_on = claim(config)
     run = Run(config)
     checkpoints = Checkpoints(
         config, config.rounds(), collection=run.learner.collection
@@ -70,7 +69,7 @@ def run(config: Config) -> dict[str, Any]:
     with (
         contextlib.closing(run.learner),
         checkpoints,
-        open_writers(config.out, config, resumes(config)) as writer,
+        open_writers(config.out, config, goes_on) as writer,
     ):
         with checkpoints.catch_sigterm():
             result = run.train(writer, checkpoints)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+from zlib import crc32
 
 import jax
 import numpy as np
@@ -32,9 +33,8 @@ from experiments.checkpoints import (
     CheckpointConfig,
     Checkpoints,
     check_resume,
-    resumes,
 )
-from experiments.cluster import ProcessConfig, is_first, joined
+from experiments.cluster import ProcessConfig, check_same_data, is_first, joined
 from experiments.output import (
     as_floats,
     claim,
@@ -164,16 +164,20 @@ def main(config: Config) -> dict[str, Any]:
 def run(config: Config) -> dict[str, Any]:
     """Runs the experiment in this process, once its devices are there."""
     started = time.perf_counter()
-    if config.out is not None:
-        claim(config.out, resumes(config))
+    goes_on = claim(config)
     text = open_text(config.data)
     log.info("%s", text)
+    check_same_data(
+        bytes=len(text.train),
+        crc32=crc32(text.train.data),
+        held_out=crc32(text.held_out.data),
+    )
     run = Run(config, text)
     log.info("%s", zero.explain(run.plan, config.microbatches))
     checkpoints = Checkpoints(config, config.steps)
     with (
         checkpoints,
-        open_writers(config.out, config, resumes(config)) as writer,
+        open_writers(config.out, config, goes_on) as writer,
     ):
         with checkpoints.catch_sigterm():
             result = run.train(writer, checkpoints)

@@ -116,6 +116,15 @@ def _features(batch: Any) -> dict[str, Any]:
     return features | batch.jagged
 
 
+def _form(batch: Any, groups: Index | None) -> dict[str, Any]:
+    """What of a batch its layout on the devices depends on, beside its features."""
+    return {
+        "number of dense features": batch.dense.shape[1],
+        "shape of a label": list(batch.labels.shape[1:]),
+        "column of groups": groups is not None and batch.groups is not None,
+    }
+
+
 def _clicks(batch: Any) -> np.ndarray:
     """The labels; 0 for examples without weight, whose label may be anything."""
     if batch.weights is None:
@@ -131,7 +140,7 @@ class _Prepared:
 
     def __init__(self, collection, windows, train, groups, check):
         self._collection, self._groups = collection, groups
-        self._batches: deque[Any] = deque()
+        self._batches: deque[tuple[Any, int | None]] = deque()
         self._plans = collection.plan_stream(
             self._parts(windows, train, check), train=train
         )
@@ -140,12 +149,21 @@ class _Prepared:
         for window in windows:
             parts = []
             for batch in window:
-                part, examples = _own_part(self._collection, batch, train)
+                part, examples, dealt = _own_part(self._collection, batch, train)
                 part = check(part)
-                self._batches.append(part)
+                self._batches.append((part, dealt))
                 clicks = _clicks(part)
                 size = len(part.labels)
-                parts.append(JointBatch(_features(part), size, examples, clicks))
+                parts.append(
+                    JointBatch(
+                        _features(part),
+                        size,
+                        examples,
+                        clicks,
+                        dealt,
+                        form=_form(part, self._groups),
+                    )
+                )
             yield parts
 
     def __iter__(self) -> "_Prepared":
@@ -155,8 +173,8 @@ class _Prepared:
         found = next(self._plans)
         if isinstance(found, Errand):
             return found
-        part = self._batches.popleft()
-        return _send(self._collection, part, found, self._groups)
+        part, dealt = self._batches.popleft()
+        return _send(self._collection, part, found, self._groups, dealt)
 
     def abandon(self) -> None:
         """Nobody takes batches any more."""
@@ -165,16 +183,18 @@ class _Prepared:
 
 def _own_part(
     collection: EmbeddingCollection, batch: Any, train: bool
-) -> tuple[Any, int]:
-    """This process's examples of a batch of all, and examples per device."""
+) -> tuple[Any, int, int | None]:
+    """This process's examples of a batch of all, examples per device, and how many of them
+    each gets before the next one, if that is fewer."""
     if isinstance(batch, Part):
         size = batch.examples * collection.devices
-        return batch.batch, collection.examples_per_device(size, train=train)
+        examples = collection.examples_per_device(size, train=train)
+        return batch.batch, examples, batch.dealt
     examples = collection.examples_per_device(len(batch.labels), train=train)
     span = collection.span
     start = min(span.first * examples, len(batch.labels))
     stop = min(start + span.count * examples, len(batch.labels))
-    return batch.slice(start, stop), examples
+    return batch.slice(start, stop), examples, None
 
 
 def prepare_stream(
@@ -231,15 +251,23 @@ def _alone(collection, windows, train, groups, check) -> Iterator[PreparedBatch]
                 yield prepare(collection, check(batch), train=False, groups=groups)
 
 
-def _send(collection, batch, plan: Plan, groups: Index | None) -> PreparedBatch:
+def _send(
+    collection, batch, plan: Plan, groups: Index | None, dealt: int | None = None
+) -> PreparedBatch:
     """Sends this process's part of a planned batch to its devices."""
     size = len(batch.labels)
     span, examples = collection.span, plan.examples
+    each = examples if dealt is None else dealt
 
     def deal(x, dtype: type = np.float32):
-        out = np.zeros((span.count * examples, *x.shape[1:]), dtype)
-        out[:size] = x
-        return out.reshape(span.count, examples, *x.shape[1:])
+        own = np.zeros((span.count * each, *x.shape[1:]), dtype)
+        own[:size] = x
+        own = own.reshape(span.count, each, *x.shape[1:])
+        if each == examples:
+            return own
+        out = np.zeros((span.count, examples, *x.shape[1:]), dtype)
+        out[:, :each] = own
+        return out
 
     weights = np.ones(size, np.float32) if batch.weights is None else batch.weights
     arrays = {

@@ -24,6 +24,10 @@ def error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+class PeerError(RuntimeError):
+    """What was called in all processes has failed in another one."""
+
+
 def together(agree: Agree, call: Callable[[], Any]) -> list[Any]:
     """Calls something in all processes; if it fails in one, it fails in all.
 
@@ -36,7 +40,7 @@ def together(agree: Agree, call: Callable[[], Any]) -> list[Any]:
 
     Raises:
       Exception: of this process's call.
-      RuntimeError: if the call failed in another process.
+      PeerError: if the call failed in another process.
     """
     value, error = None, None
     try:
@@ -49,5 +53,5 @@ def together(agree: Agree, call: Callable[[], Any]) -> list[Any]:
         raise error
     for process, other in enumerate(found):
         if other["error"] is not None:
-            raise RuntimeError(f"process {process} failed: {other['error']}")
+            raise PeerError(f"process {process} failed: {other['error']}")
     return [other["value"] for other in found]

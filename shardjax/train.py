@@ -18,6 +18,7 @@ import optax
 
 from shardjax.embed import EmbeddingCollection, sequence_masks, split_features
 from shardjax.metrics import Metric
+from shardjax.microbatches import in_microbatches
 from shardjax.network import Network, finish_logits
 from shardjax.pacing import Pace
 from shardjax.precision import all_finite, choose
@@ -136,15 +137,29 @@ def _own_keys(state, axes):
     return jax.tree.map(fold, state)
 
 
-def _shared_state(new, old, axes):
-    """Model state after a step, equal on all devices: statistics are averaged."""
+def _shared_state(new, old, axes, counts=None):
+    """Model state after a step, equal on all devices: statistics are averaged.
+
+    With `counts`, the examples that count on this device, devices took as many turns as
+    they have such examples: averages are weighted by them, and of numbers, such as how
+    often a key was used, the largest is right for all.
+    """
+    if counts is not None:
+        here = jnp.sum(counts)
+        total = jax.lax.psum(here, axes)
+        weight = here / jnp.maximum(total, 1)
 
     def share(new, old):
         if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
             return old
+        if counts is None:
+            is_float = jnp.issubdtype(new.dtype, jnp.floating)
+            return jax.lax.pmean(new, axes) if is_float else new
         if jnp.issubdtype(new.dtype, jnp.floating):
-            return jax.lax.pmean(new, axes)
-        return new
+            mean = jax.lax.psum(new * weight.astype(new.dtype), axes)
+            return jnp.where(total == 0, old, mean)
+        number = new.astype(jnp.uint8) if new.dtype == bool else new
+        return jax.lax.pmax(number, axes).astype(new.dtype)
 
     return jax.tree.map(share, new, old)
 
@@ -164,6 +179,7 @@ def make_train_step(
     loss: Loss = binary_cross_entropy,
     predict: Callable[[jax.Array], jax.Array] = jax.nn.sigmoid,
     microbatch_size: int | None = None,
+    skip_padding: bool = False,
     pace: Pace | None = None,
     zero: ZeroPlan | None = None,
     objective: Objective | None = None,
@@ -185,6 +201,13 @@ def make_train_step(
         all. Gradients are accumulated, so the result is the same up to rounding (but for
         layers that mix examples, such as batch norm). On a CPU 512-1024 keeps the
         activations in cache.
+      skip_padding: whether each device leaves out what lies behind its last microbatch
+        that has an example of weight. The result is the same, but that the model's state
+        does not see the padding: a batch norm has the statistics of real examples,
+        averaged over devices by how many they have. For parts of unequal size, as of
+        `shardjax.data.BlockShare`. Not for networks in which devices wait for each
+        other. How many microbatches there are is known on the device alone then, which a
+        GPU asks it for each time, so leave it off where there is nothing to skip.
       pace: keeps the step from running too far ahead of the devices, and notes when they
         have nothing to do; None for one of its own.
       zero: of `shardjax.plan_network`: how the network's parameters, gradients and
@@ -205,7 +228,8 @@ def make_train_step(
       ValueError: for another optimizer than the plan's, a size that is not positive, an
         objective beside a loss, or tables without the objective's target, here; at a step
         for a state that was given to one before, has an array twice, or lies otherwise
-        than planned.
+        than planned, and with `skip_padding` for a network in which devices wait for each
+        other.
     """
     if microbatch_size is not None and microbatch_size < 1:
         raise ValueError(f"`microbatch_size` must be positive, got {microbatch_size}")
@@ -282,7 +306,8 @@ def make_train_step(
 
         blocks, pull = jax.vjp(embed, rows)
         masks = sequence_masks(layout, arrays)
-        value, grads, block_grads, aux = _in_microbatches(
+        counts = arrays["weights"] != 0 if skip_padding else None
+        value, grads, block_grads, aux = in_microbatches(
             grad_of,
             microbatch_size,
             trained_leaves(plan, params),
@@ -295,6 +320,7 @@ def make_train_step(
                 masks,
                 lagged_blocks,
             ),
+            counts,
         )
         grads = sum_whole_gradients(plan, scatter_gradients(plan, grads))
         (row_grads,) = pull(block_grads)
@@ -312,7 +338,7 @@ def make_train_step(
             jax.lax.psum(value, axes),
             grads,
             finite,
-            _shared_state(new_state, model_state, axes),
+            _shared_state(new_state, model_state, axes, counts),
             tables,
             _update_metrics(metrics, arrays, logits, losses, predict),
             None if objective is None else logits,
@@ -398,51 +424,6 @@ def make_train_step(
 
     step.jitted = run
     return step
-
-
-def _in_microbatches(grad_of, size, params, model_state, blocks, data):
-    """Value and gradients of a batch, `size` examples at a time.
-
-    Returns:
-      value, gradient of params, gradient of blocks, (logits, losses, model_state).
-    """
-    examples = len(data[1])
-    count = 1 if size is None else -(-examples // size)
-    if count <= 1:
-        (grads, block_grads), (value, *aux) = grad_of(
-            params, blocks, model_state, *data
-        )
-        return value, grads, block_grads, aux
-    size = -(-examples // count)
-    padding = count * size - examples
-
-    def split(x):
-        x = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
-        return x.reshape(count, size, *x.shape[1:])
-
-    def join(x):
-        return x.reshape(count * size, *x.shape[2:])[:examples]
-
-    def body(carry, part):
-        value, grads, model_state = carry
-        blocks, data = part
-        (g, block_grads), (v, logits, losses, model_state) = grad_of(
-            params, blocks, model_state, *data
-        )
-        grads = jax.tree.map(jnp.add, grads, g)
-        return (value + v, grads, model_state), (block_grads, logits, losses)
-
-    parts = jax.tree.map(split, (blocks, data))
-    first_blocks, first_data = jax.tree.map(lambda x: x[0], parts)
-    (shapes, _), _ = jax.eval_shape(
-        grad_of, params, first_blocks, model_state, *first_data
-    )
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    (value, grads, model_state), (block_grads, logits, losses) = jax.lax.scan(
-        body, (jnp.zeros([]), zeros, model_state), parts
-    )
-    aux = (join(logits), join(losses), model_state)
-    return value, grads, jax.tree.map(join, block_grads), aux
 
 
 def _outputs(network, collection, params, model_state, tables, arrays, layout):

@@ -164,6 +164,9 @@ with processes.watch():
     if case in ("collective", "error"):
         while INDEX != COUNT - 1 or case == "collective":
             total()
+    if case == "interrupt" and INDEX:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
     if case == "exchange" and INDEX:
         channel.exchange(b"")
     if case != "end":
@@ -173,7 +176,7 @@ say("end")
 """
 
 CASES = {"collective": 2, "exchange": 2, "host": 2, "stopped": 2, "frozen": 2}
-CASES |= {"error": 3, "message": 2, "code": 2, "end": 2}
+CASES |= {"error": 3, "message": 2, "code": 2, "end": 2, "interrupt": 2}
 
 
 @pytest.mark.multiprocess
@@ -220,6 +223,8 @@ def test_no_process_waits_for_one_that_is_gone():
         check("error", index, 76, "process 1 has failed: KeyError: 'the reason'")
     check("message", 0, 1, "another reason")
     check("message", 1, 76, "process 0 has failed: another reason")
+    check("interrupt", 1, 1, "KeyboardInterrupt")
+    check("interrupt", 0, 76, "process 1 has failed: KeyboardInterrupt. Start the same")
     for index in range(2):
         check("code", index, 5)
         assert check("end", index, 0).last == "end"

@@ -16,6 +16,8 @@ import tensorboardX  # noqa: F401  its import sets an environment variable
 
 from experiments import ctr, lm
 from experiments.checkpoints import Checkpoints
+from experiments.output import claim, open_writers
+from shardjax import processes
 from shardjax.checkpoint import PREEMPTED, StepFolder
 
 ROOT = Path(__file__).parent.parent
@@ -98,6 +100,67 @@ def test_ctr_with_tiers_and_policies_goes_on_to_the_bit(
     assert [json.loads(line)["step"] for line in lines][-2:] == [60, 60]
     again = ctr.main(config("d", **saving))  # nothing is left to do
     assert comparable(again)["eval/auc"] == whole["eval/auc"]
+
+
+@pytest.mark.parametrize(
+    ("program", "values", "names"),
+    [
+        (ctr, {}, {"rows", "eval_rows", "features", "bags", "n_dense"}),
+        (lm, LM, {"bytes", "crc32", "held_out"}),
+    ],
+)
+def test_processes_with_other_data_are_told_so(
+    program, values, names, text, monkeypatch
+):
+    def differ(what):
+        assert what["data"].keys() == names and None not in what["data"].values()
+        raise ValueError("`data` differs")
+
+    monkeypatch.setattr(processes, "check_agreement", differ)
+    data = {"rows": 900, "eval_rows": 90} if program is ctr else text
+    with pytest.raises(
+        ValueError, match="`data` differs. The files of --data.path are"
+    ):
+        program.main(program.from_anything(values | {"data": data}))
+
+
+@pytest.mark.parametrize("program", [ctr, lm])
+def test_a_run_that_was_stopped_before_its_first_checkpoint_starts_again(
+    program, tmp_path
+):
+    out, steps = tmp_path / "out", tmp_path / "steps"
+
+    def config(**more):
+        values = {"out": str(out), "checkpoint": {"dir": str(steps)}, **more}
+        return program.from_anything(values)
+
+    def start(config):
+        goes_on = claim(config)
+        with open_writers(config.out, config, goes_on) as writer:
+            writer.write(1, {"train/loss": 1.0})
+        return goes_on
+
+    assert not start(config())
+    assert start(config())  # the later of two lines with a step holds
+    assert start(config(num_processes=2, coordinator="a:1", process_id=0))
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 1, 1]
+    kept = {x.name: x.read_bytes() for x in out.iterdir()}
+    others = [
+        config(seed=1),
+        config(checkpoint={}),  # whose command would not go on with it later either
+        config(checkpoint={"dir": str(tmp_path / "others")}),
+        config(resume="none"),
+    ]
+    (out / "result.json").touch()  # a run that has ended, whose checkpoints are gone
+    for other in (config(), *others):
+        with pytest.raises(FileExistsError, match="has a run in it already"):
+            claim(other)
+    (out / "result.json").unlink()
+    for other in others:
+        with pytest.raises(FileExistsError, match="has a run in it already"):
+            claim(other)
+    assert {x.name: x.read_bytes() for x in out.iterdir()} == kept
 
 
 @pytest.fixture(scope="module")

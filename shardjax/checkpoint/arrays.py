@@ -7,7 +7,8 @@ module: it takes a second.
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from shardjax.checkpoint.leaves import (
 _BATCH_BYTES = 256 << 20
 # Whole arrays as one chunk would be read whole by every device that wants a part of them.
 _CHUNK_BYTES = 16 << 20
+_ASK_EVERY = 0.2  # seconds
 _NOT_THERE = "not there"
 
 
@@ -119,8 +121,13 @@ class ArrayWriter:
             self._discard()
             raise _write_error(path, error) from error
 
-    def wait(self) -> None:
-        """Waits until all is written.
+    def wait(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Waits until all is written, by all processes.
+
+        Args:
+          until: asked now and then; once it is true, another process will not end its
+            part, for which Orbax would wait as long as `timeout`. This returns then, and
+            what has been written is of no use.
 
         Raises:
           OSError: if that failed; naming the folder.
@@ -129,12 +136,39 @@ class ArrayWriter:
             return
         path = self._path
         try:
-            self._checkpointer.wait_until_finished()
+            if jax.process_count() == 1:
+                self._checkpointer.wait_until_finished()
+            elif not self._ends(until):
+                self._checkpointer, self._path = None, None  # its thread waits on
+                self._quiet.stop()
+                return
         except Exception as error:
             self._discard()
             raise _write_error(path, error) from error
         self._path = None
         self._quiet.stop()
+
+    def _ends(self, until: Callable[[], bool]) -> bool:
+        """Waits until the save has ended, and says so; or until something else has."""
+        found: list[Exception | None] = []
+        checkpointer = self._checkpointer
+
+        def wait() -> None:
+            try:
+                checkpointer.wait_until_finished()
+                found.append(None)
+            except Exception as error:
+                found.append(error)
+
+        waiting = threading.Thread(target=wait, name="wait for Orbax", daemon=True)
+        waiting.start()
+        while not found:
+            waiting.join(_ASK_EVERY)
+            if not found and until():
+                return False
+        if found[0] is not None:
+            raise found[0]
+        return True
 
     def close(self) -> None:
         """Waits, and ends the threads.

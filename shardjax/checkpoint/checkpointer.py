@@ -36,6 +36,7 @@ from shardjax.checkpoint.steps import StepFolder
 from shardjax.embed import EmbeddingCollection
 from shardjax.export.rows import versions
 from shardjax.partition import check_sequence
+from shardjax.together import PeerError
 
 _log = logging.getLogger(__name__)
 PREEMPTED = 75  # the exit code of a run that saved and ended as it was asked to
@@ -88,7 +89,8 @@ class Checkpointer:
       max_overhead, mtbf: as of `SavePolicy`.
 
     Raises:
-      OSError: if the folder cannot be written to, or another process writes in it.
+      OSError: if the folder cannot be written to, another run writes in it, or it is not
+        one that all processes share.
       ValueError, TypeError: for an interval or number that is none.
 
     Example:
@@ -131,7 +133,7 @@ class Checkpointer:
         )
         self._peers = Peers()
         self._folder = self._peers.first_opens(
-            lambda first: StepFolder(directory, write=first)
+            Path(directory), lambda first: StepFolder(directory, write=first)
         )
         self._increments = Increments(full_every, collection)
         self._cycle = Cycle(full_every)
@@ -144,8 +146,11 @@ class Checkpointer:
         self._announced = False  # what is known from the start
         self._stepped_at: float | None = None
         self._recent: list[float] = []  # seconds of steps without a save
-        self._stop = threading.Event()  # somebody wants the run to end
-        self._catches = False  # whether anybody can say so
+        self._asked = threading.Event()  # this process has been asked to end the run
+        self._stops = (
+            False  # whether it ends: all processes know of it at the same step
+        )
+        self._catches = False  # whether anybody can ask
 
     @property
     def path(self) -> Path:
@@ -264,7 +269,7 @@ class Checkpointer:
         """Writes all else and commits the step; in a thread."""
         try:
             # a step is there once all processes have written their parts of it
-            parts = self._peers.together(lambda: self._write_own(save, details), True)
+            parts = self._peers.write(lambda: self._write_own(save, details))
             needs = () if save.base is None else (save.base,)
 
             def commit() -> None:
@@ -275,6 +280,8 @@ class Checkpointer:
             self._peers.together(commit, True)
             if self.keep is not None and self._peers.is_first:
                 self._prune(self.keep)
+        except PeerError as error:
+            save.error = OSError(f"step {save.step} has not been saved: {error}")
         except BaseException as error:
             save.error = error
         finally:
@@ -300,12 +307,13 @@ class Checkpointer:
                 "known": {below + k: v for k, v in rows.finish().items()},
             }
             save.close()
-        self._arrays.wait()
+        self._arrays.wait(self._peers.any_failed)
         return part
 
     def _discard(self, step: int) -> None:
-        """Removes what has been written of a step."""
-        if self._peers.is_first:
+        """Removes what has been written of a step. Of several processes another one may
+        still write: who opens the folder next removes it."""
+        if self._peers.count == 1:
             self._folder.discard(step)
 
     def _prune(self, keep: int) -> None:
@@ -335,7 +343,8 @@ class Checkpointer:
 
         Raises:
           OSError: if a save has failed; once, and after the next one was begun if that is
-            due. Training can go on.
+            due. Training can go on; of several processes it cannot: it fails in all of
+            them, and some may wait for others in what has failed, so they are to end.
         """
         now = time.monotonic()
         if self._stepped_at is not None:
@@ -346,8 +355,8 @@ class Checkpointer:
             else:
                 self._save.seconds.append(seconds)
         failure = None
-        if self._catches and self._peers.any(step, self._stop.is_set()):
-            self._stop.set()
+        if self._catches and self._peers.any(step, self._asked.is_set()):
+            self._stops = True
         due = step == self._last or (self._due is not None and step >= self._due)
         if self._save is not None:
             self._save.state = state
@@ -357,17 +366,19 @@ class Checkpointer:
                 elif self._save.ended is not None:
                     self._end()
             except OSError as error:
+                if self._peers.count > 1:  # some may wait in it: none can go on
+                    raise
                 failure = error  # raised below: this step is not to be missed for it
         begun = due and step != self._at
         if begun:
             self._begin(step, state, extra() if callable(extra) else extra)
-        if due and self._stop.is_set():
+        if due and self._stops:
             self.wait(state)
             _log.warning(
                 "saved step %d, and now the run ends as SIGTERM asks for", step
             )
             raise SystemExit(PREEMPTED)
-        if due or self._due is None or self._stop.is_set():
+        if due or self._due is None or self._stops:
             self._announce(step)
         self._stepped_at = time.monotonic()
         if failure is not None:
@@ -386,7 +397,7 @@ class Checkpointer:
             if self._last is not None and self._last > step:
                 snapshots.announce(self._last - step)
             self._announced = True
-        if self._stop.is_set():
+        if self._stops:
             soon = step + 1 if snapshots is None else self._announce_at(step + 1, step)
             self._due = min(soon, self._due or soon)
             return
@@ -423,7 +434,7 @@ class Checkpointer:
         Schedulers send SIGTERM some seconds before they take a machine away. 75 is
         EX_TEMPFAIL of sysexits.h: the same command again goes on.
         """
-        before = signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
+        before = signal.signal(signal.SIGTERM, lambda *_: self._asked.set())
         self._catches = True
         try:
             yield

@@ -26,7 +26,9 @@ from shardjax.checkpoint.reading import StepReader, as_step
 from shardjax.folders import LockedFolder, sync
 
 _log = logging.getLogger(__name__)
-_LEFT_OVER = re.compile(r"\.step_[0-9]+\.(partial|removing|again)", re.ASCII)
+_LEFT_OVER = re.compile(
+    r"\.step_[0-9]+\.(partial|removing|again)|\.shared_[0-9a-f]{16}", re.ASCII
+)
 _AGAIN = re.compile(r"\.step_([0-9]+)\.again", re.ASCII)
 
 

@@ -2,10 +2,10 @@
 
 from shardjax.data.arrow_files import arrow as arrow, parquet as parquet
 from shardjax.data.batch import Batch as Batch
+from shardjax.data.block_share import BlockShare as BlockShare
 from shardjax.data.columns import infer_columns as infer_columns
 from shardjax.data.criteo_files import criteo as criteo
 from shardjax.data.csv_files import csv as csv
-from shardjax.data.handout import Handout as Handout
 from shardjax.data.hashing import (
     MISSING_KEY as MISSING_KEY,
     hash_bytes as hash_bytes,

@@ -1,4 +1,4 @@
-"""Blocks of a minibatch: who gets how many, and what that means for arrays and averages."""
+"""Blocks of a minibatch: who gets how many, and which ones."""
 
 import heapq
 from collections.abc import Sequence
@@ -91,35 +91,6 @@ def assign(
     return np.array(counts, np.int64)
 
 
-def masks(counts: ArrayLike, most: int | None = None) -> np.ndarray:
-    """Says which blocks are real where all processes have room for as many.
-
-    Args:
-      counts: the number of blocks of each process.
-      most: the room of each; the largest count if not given, which makes a program for
-        each that comes up.
-
-    Returns:
-      bool [processes, most].
-
-    Raises:
-      ValueError: if a process has more blocks than room.
-
-    Example:
-      >>> masks([2, 0, 1], 3).astype(int).tolist()
-      [[1, 1, 0], [0, 0, 0], [1, 0, 0]]
-    """
-    counts = check_counts("counts", counts)
-    largest = int(counts.max())
-    most = largest if most is None else check_count("most", most, least=0)
-    if largest > most:
-        raise ValueError(
-            f"`most` must be at least the largest count, got {most} and {largest} of"
-            f" process {counts.argmax()}. Give the `most` that the counts were made with"
-        )
-    return np.arange(most) < counts[:, None]
-
-
 def block_ranges(counts: ArrayLike) -> list[range]:
     """Says which blocks of a minibatch, by number, each process has.
 
@@ -135,23 +106,6 @@ def block_ranges(counts: ArrayLike) -> list[range]:
     """
     ends = np.cumsum(check_counts("counts", counts)).tolist()
     return [range(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-
-
-def shares(examples: ArrayLike) -> np.ndarray:
-    """Weights of the processes' averages in the average over all.
-
-    Args:
-      examples: the number of real examples of each process, without padding.
-
-    Returns:
-      float64 [processes], of sum 1; zeros if there is no example at all.
-
-    Example:
-      >>> shares([30, 0, 10]).tolist()
-      [0.75, 0.0, 0.25]
-    """
-    examples = check_counts("examples", examples)
-    return examples / max(int(examples.sum()), 1)
 
 
 def check_times(

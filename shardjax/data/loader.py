@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+from shardjax.data.block_share import BlockShare
 from shardjax.data.order import (
     Shuffle,
     check_share,
@@ -24,7 +25,7 @@ from shardjax.data.order import (
     read_parts,
     reads_numbers,
 )
-from shardjax.data.share import Share
+from shardjax.data.share import Dealing, Share
 from shardjax.data.shuffling import Position, check_count, cut
 from shardjax.data.source import Source
 from shardjax.errands import Errand
@@ -60,9 +61,10 @@ class Loader(Generic[T]):
         be read so many times fewer.
       shuffle: "window" moves rows within windows of chunks; "global" to any place of the
         epoch, for sources that are `Indexable`.
-      share: gives this process's part of each batch, a `Part`, in place of a Batch;
-        `batch_size` is that of all processes. Batches and states do not depend on how
-        many processes there are. Where the source is `Indexable` and knows its chunks'
+      share: gives this process's part of each batch, a `Part`, in place of a Batch: with
+        a `Share` an equal one, with a `BlockShare` one by its speed; `batch_size` is that
+        of all processes. Batches and states do not depend on how many processes there
+        are. Where the source is `Indexable` and knows its chunks'
         sizes, no process reads rows that are not its own.
       map: called on every batch in the order of the batches; what it returns is what
         the loop gets.
@@ -90,9 +92,9 @@ class Loader(Generic[T]):
       dropped_rows: how many rows `drop_last` has left out.
 
     Raises:
-      TypeError: if a number is not an integer, `share` is no Share, or the source is not
+      TypeError: if a number is not an integer, `share` is no share, or the source is not
         `Indexable` with shuffle="global".
-      ValueError: if a number is out of range.
+      ValueError: if a number is out of range, or a BlockShare has not enough room.
 
     Example:
       >>> from shardjax.data import Share, Synthetic
@@ -115,7 +117,7 @@ class Loader(Generic[T]):
         shuffle_seed: int | None = None,
         shuffle_rows: int = 262_144,
         shuffle: Shuffle = "window",
-        share: Share | None = None,
+        share: Share | BlockShare | None = None,
         map: Callable[[Any], Any] | None = None,
         window: int | None = None,
         stream: Callable[[Iterator[list[Any]]], Iterator[Any]] | None = None,
@@ -130,7 +132,7 @@ class Loader(Generic[T]):
             check_count("shuffle_seed", shuffle_seed, least=0)
         check_shuffle(shuffle, shuffle_seed, source)
         if share is not None:
-            check_share(share, source, shuffle)
+            check_share(share, source, batch_size)
         if window is not None:
             check_count("window", window)
             if map is None and stream is None:
@@ -293,7 +295,7 @@ class Loader(Generic[T]):
         self._epoch_bad_lines = 0
         self._position = Position()
 
-    def _read(self) -> Iterator["_Ready"]:
+    def _read(self, dealing: Dealing | None) -> Iterator["_Ready"]:
         """The batches from the present position on; runs in the reading thread."""
         numbers = reads_numbers(self.source, self.shuffle, self.share)
         pieces = epoch_pieces(
@@ -326,7 +328,7 @@ class Loader(Generic[T]):
         for batch, size, after, upto in read_parts(
             whole(),
             self.source,
-            self.share,
+            dealing,
             self.batch_size,
             self.shuffle_rows,
             numbers,
@@ -348,13 +350,15 @@ class Loader(Generic[T]):
         mapped = _Channel(max(self.prefetch, self.window or 1))
         channels, threads = [mapped], []
         abandon = None
+        dealing = self.share and self.share.start(self.batch_size)
         try:
+            batches = self._read(dealing)
             if self._stream is None:
-                threads.append(_start(_read_into, self._read, mapped))
+                threads.append(_start(_read_into, batches, mapped))
             else:
                 read = _Channel(_READ_AHEAD)
                 channels.append(read)
-                threads.append(_start(_read_into, self._read, read))
+                threads.append(_start(_read_into, batches, read))
                 windows = _Windows(read, self.window or 1)
                 items = self._stream(windows)
                 abandon = getattr(items, "abandon", None)
@@ -386,6 +390,8 @@ class Loader(Generic[T]):
                 channel.close()
             if abandon is not None:
                 abandon()
+            if dealing is not None:
+                dealing.close()
             for thread in threads:
                 # The garbage collector may close this generator in any thread.
                 if thread is not threading.current_thread():
@@ -454,9 +460,8 @@ class _Channel:
             self._changed.notify_all()
 
 
-def _read_into(read: Callable[[], Iterator[_Ready]], out: _Channel) -> None:
+def _read_into(batches: Iterator[_Ready], out: _Channel) -> None:
     """The reading thread: puts batches, then the end or an error."""
-    batches = read()
     try:
         for ready in batches:
             if not out.put(ready):

@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from shardjax.data.batch import Batch
+from shardjax.data.block_share import BlockShare
 from shardjax.data.indexable import (
     is_numbered,
     number_batch,
@@ -24,7 +25,7 @@ from shardjax.data.indexable import (
     row_numbers,
 )
 from shardjax.data.permutation import Permutation
-from shardjax.data.share import Part, Share
+from shardjax.data.share import Dealing, Part, Share
 from shardjax.data.shuffling import Piece, Position, chunk_pieces, shuffled_pieces
 from shardjax.data.source import Indexable, Source
 
@@ -69,7 +70,9 @@ def check_shuffle(shuffle: str, seed: int | None, source: Source) -> None:
         )
 
 
-def reads_numbers(source: Source, shuffle: Shuffle, share: Share | None) -> bool:
+def reads_numbers(
+    source: Source, shuffle: Shuffle, share: Share | BlockShare | None
+) -> bool:
     """Says whether an epoch is put into order as numbers of rows.
 
     Args:
@@ -83,22 +86,26 @@ def reads_numbers(source: Source, shuffle: Shuffle, share: Share | None) -> bool
     return shuffle == "global" or (share is not None and is_numbered(source))
 
 
-def check_share(share: Share, source: Source, shuffle: Shuffle) -> None:
-    """Refuses what is no share; says in the log if one costs that all rows are read.
+def check_share(share: Share | BlockShare, source: Source, batch_size: int) -> None:
+    """Refuses what is no share, or has no room for a batch; says in the log if one costs
+    that all rows are read.
 
     Args:
       share: which part of each batch is wanted.
       source: where rows come from.
-      shuffle: how rows are shuffled, if they are.
+      batch_size: rows of a whole batch.
 
     Raises:
-      TypeError: if it is not a Share.
+      TypeError: if it is neither a Share nor a BlockShare.
+      ValueError: if all processes together have not enough room.
 
     Example:
       >>> from shardjax.data import Synthetic
-      >>> check_share(Share(0, 2), Synthetic(rows=10), "window")
+      >>> check_share(Share(0, 2), Synthetic(rows=10), 4)
     """
-    if not isinstance(share, Share):
+    if isinstance(share, BlockShare):
+        share.room(batch_size)
+    elif not isinstance(share, Share):
         raise TypeError(
             f"`share` must be a Share, got {type(share).__name__}. Give"
             " Share(jax.process_index(), jax.process_count(), devices)."
@@ -168,7 +175,7 @@ Cut = tuple[Batch, Position, int]
 def read_parts(
     cuts: Iterable[Cut],
     source: Source,
-    share: Share | None,
+    dealing: Dealing | None,
     batch_size: int,
     rows_at_once: int,
     numbers: bool,
@@ -178,32 +185,38 @@ def read_parts(
     Args:
       cuts: whole batches, of rows or of numbers.
       source: where rows come from.
-      share: which part of each batch is wanted, None for all.
+      dealing: cuts out what is wanted of each batch; None for all.
       batch_size: rows of a whole batch that is not the last.
       rows_at_once: how many rows to take from the source at most, or those of a batch.
       numbers: whether batches are of numbers.
 
     Yields:
-      The batch (a `Part` if there is a share), how many rows the whole one has, the
+      The batch (a `Part` if something is cut out), how many rows the whole one has, the
       position after it, and the bad lines up to there.
     """
-    if not numbers:
-        for batch, after, bad_lines in cuts:
-            given = batch if share is None else Part.of(batch, share, batch_size)
-            yield given, batch.size, after, bad_lines
-        return
-    assert isinstance(source, Indexable)
-    whole = share or Share(0, 1)
-    start, stop = whole.rows(batch_size, batch_size)
-    run = max(1, min(rows_at_once, source.rows_at_once) // max(1, stop - start))
+    cut_out = dealing or Share(0, 1).start(batch_size)
+    run, table = 1, None
+    if numbers:
+        assert isinstance(source, Indexable)
+        table = source
+        run = min(rows_at_once, source.rows_at_once) // max(1, cut_out.rows)
     cuts = iter(cuts)
-    while several := list(islice(cuts, run)):
-        parts = [Part.of(batch, whole, batch_size) for batch, *_ in several]
-        wanted = np.concatenate([numbers_of(part.batch) for part in parts])
-        rows, at = source.take(wanted), 0
+    while several := list(islice(cuts, cut_out.ahead(max(1, run)))):
+        parts = [cut_out.part(batch) for batch, *_ in several]
+        if table is not None:
+            parts = _take(table, parts)
         for part, (batch, after, bad_lines) in zip(parts, several, strict=True):
-            own = rows.slice(at, at + part.batch.size)
-            own = replace(own, bad_lines=part.batch.bad_lines)
-            at += own.size
-            given = own if share is None else replace(part, batch=own)
+            given = part.batch if dealing is None else part
             yield given, batch.size, after, bad_lines
+
+
+def _take(source: Indexable, parts: list[Part]) -> list[Part]:
+    """Parts with the rows whose numbers they have, all of them read at once."""
+    rows = source.take(np.concatenate([numbers_of(part.batch) for part in parts]))
+    out, at = [], 0
+    for part in parts:
+        own = rows.slice(at, at + part.batch.size)
+        at += own.size
+        own = replace(own, bad_lines=part.batch.bad_lines)
+        out.append(replace(part, batch=own))
+    return out

@@ -22,15 +22,13 @@ All is a function of what was measured. Processes that gather the same figures (
 gathered ones, not their own before gathering, which may have more bits) have the same
 counts, without a word more.
 
-In SPMD the arrays of all processes have one shape: room for `most` blocks each, of which
-`blocks.masks` says which are real. Time is saved only if the others are not computed: by a loop
-that ends after `counts[process]` blocks, or `lax.cond`, with the collectives behind it. A
-`scan` that multiplies masked blocks by zero takes as long as the largest count everywhere. The
-average over all is weighted by real examples (`blocks.shares`). Which process sums which blocks
-follows from measured times, so the last bits of a sum do too.
-
-What comes during a minibatch is known after it only: `shardjax.data.handout` reacts at once,
-but needs someone to ask for each block.
+In SPMD the arrays of all processes have one shape: room for `most` blocks each. Time is saved
+only if the others are not computed: `shardjax.data.BlockShare` deals the rows of batches to
+processes by these counts, and a training step with `skip_padding` ends its loop after a
+device's last real block, with the collectives behind it. A `scan` that multiplies masked
+blocks by zero takes as long as the largest count everywhere. The average over all is weighted
+by real examples. Which process sums which blocks follows from measured times, so the last bits
+of a sum do too.
 """
 
 from collections.abc import Mapping
@@ -147,7 +145,8 @@ class BlockSchedule:
         seconds = np.array(self.speeds.seconds)
         known = seconds > 0
         if known.any():
-            seconds[~known] = np.exp(np.log(seconds[known]).mean())
+            # not a mean, whose last bit depends on the processor
+            seconds[~known] = np.median(seconds[known])
             return seconds
         return np.ones(self.processes)
 

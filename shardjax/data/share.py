@@ -13,7 +13,7 @@ without rows: its part has none, but it has one, so that all processes take the 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from shardjax.data.batch import Batch
 from shardjax.data.shuffling import check_count
@@ -64,6 +64,10 @@ class Share:
         each = self.devices * self.examples(batch_size)
         return min(self.process * each, size), min((self.process + 1) * each, size)
 
+    def start(self, batch_size: int) -> "EqualDealing":
+        """Begins to cut the batches of a loop."""
+        return EqualDealing(self, batch_size)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -73,7 +77,9 @@ class Part:
       batch: the rows; there may be none.
       global_rows: how many rows the whole batch has.
       first_row: the number of the first row of `batch` in the whole one.
-      examples: rows that each device has, of a short batch perhaps fewer.
+      examples: rows that each device has room for.
+      dealt: rows that each device of this process gets, in order, before the next one gets
+        any; None for as many as it has room for.
 
     Example:
       >>> import numpy as np
@@ -87,6 +93,7 @@ class Part:
     global_rows: int
     first_row: int
     examples: int
+    dealt: int | None = None
 
     @staticmethod
     def of(batch: Batch, share: Share, batch_size: int) -> "Part":
@@ -103,6 +110,58 @@ class Part:
         start, stop = share.rows(batch_size, batch.size)
         examples = share.examples(batch_size)
         return Part(batch.slice(start, stop), batch.size, start, examples)
+
+
+class Dealing(Protocol):
+    """Cuts a process's parts out of the batches of one loop, in order."""
+
+    @property
+    def rows(self) -> int:
+        """The most rows of a part."""
+        ...
+
+    def ahead(self, wanted: int) -> int:
+        """How many batches may be cut without waiting for others, at least 1 and at most
+        so many."""
+        ...
+
+    def part(self, batch: Batch) -> Part:
+        """This process's part of the next batch."""
+        ...
+
+    def close(self) -> None:
+        """Ends the loop."""
+        ...
+
+
+@dataclass(frozen=True)
+class EqualDealing:
+    """Cuts the same part out of all batches; a `Dealing`.
+
+    Attributes:
+      share: whose part.
+      batch_size: rows of a whole batch that is not the last.
+    """
+
+    share: Share
+    batch_size: int
+
+    @property
+    def rows(self) -> int:
+        """The most rows of a part."""
+        start, stop = self.share.rows(self.batch_size, self.batch_size)
+        return stop - start
+
+    def ahead(self, wanted: int) -> int:
+        """All of them."""
+        return wanted
+
+    def part(self, batch: Batch) -> Part:
+        """This process's part of a batch."""
+        return Part.of(batch, self.share, self.batch_size)
+
+    def close(self) -> None:
+        """Does nothing."""
 
 
 def share_of(source: Source, process: int, processes: int) -> Source:

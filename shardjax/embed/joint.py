@@ -55,12 +55,17 @@ class JointBatch:
       size: how many those are; they may be none.
       examples: per device, padding included, the same in all processes.
       clicks: as of `Planner.plan`, of this process's examples.
+      dealt: that each device of this process gets before the next one gets any; None for
+        as many as there is room for.
+      form: what else must be the same of a batch in all processes, by what it is called.
     """
 
     features: Mapping[str, np.ndarray | Jagged]
     size: int
     examples: int
     clicks: np.ndarray | None = None
+    dealt: int | None = None
+    form: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -175,7 +180,7 @@ class JointPlanner:
 
         Raises:
           PlanError: if the processes have different numbers of batches or examples, or
-            features in another form.
+            features or batches in another form.
         """
         began = time.perf_counter()
         requests, error = [], None
@@ -183,7 +188,12 @@ class JointPlanner:
             try:
                 requests.append(
                     self._requester.ask(
-                        batch.features, batch.size, batch.clicks, batch.examples, train
+                        batch.features,
+                        batch.size,
+                        batch.clicks,
+                        batch.examples,
+                        train,
+                        batch.dealt,
                     )
                 )
             except Exception as problem:  # whatever it is, it is this batch's
@@ -195,6 +205,7 @@ class JointPlanner:
                 "batches": len(batches),
                 "examples": [batch.examples for batch in batches],
                 "kinds": [_kinds(r) for r in requests],
+                "forms": [dict(batch.form) for batch in batches],
                 "needs": [_listed(r.needs) for r in requests],
                 "rooms": [r.rooms for r in requests],
                 "error": None if error is None else error_text(error),
@@ -213,6 +224,7 @@ class JointPlanner:
         requests = requests[:common]
         for n in range(common):
             _check_kinds([x["kinds"][n] for x in found])
+            _check_forms([x["forms"][n] for x in found])
         groups = range(len(self._groups))
         rooms = np.array([x["rooms"][:common] for x in found], np.int64)
         rooms = rooms.reshape(len(found), common, len(groups)).max(0)
@@ -434,6 +446,19 @@ def _check_kinds(found: Sequence[Mapping[str, str]]) -> None:
                     f"feature {name!r} must come in the same form in all processes, got"
                     f" {kind} in process 0 and {other[name]} in process {process}. Wrap it"
                     " in shardjax.embed.Jagged in all of them, or in none"
+                )
+
+
+def _check_forms(found: Sequence[Mapping[str, Any]]) -> None:
+    """Raises for batches that have another form in another process."""
+    for process, other in enumerate(found):
+        for name in {**found[0], **other}:
+            first, here = found[0].get(name), other.get(name)
+            if first != here:
+                raise PlanError(
+                    f"batches must have the same {name} in all processes, got {first} in"
+                    f" process 0 and {here} in process {process}. Give all of them data of"
+                    " the same columns"
                 )
 
 

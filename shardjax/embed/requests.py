@@ -108,6 +108,7 @@ class Requester:
         clicks: np.ndarray | None,
         examples: int,
         train: bool,
+        dealt: int | None = None,
     ) -> Request:
         """Looks up the examples of this process in a batch.
 
@@ -115,19 +116,26 @@ class Requester:
           features, batch, clicks: as of `Planner.plan`, of this process.
           examples: per device, padding included; the same in all processes.
           train: whether it is to be trained on.
+          dealt: as of `JointBatch`.
 
         Raises:
           PlanError, ValueError, TypeError: as of `Planner.plan`.
         """
         span = self._span
-        if batch > examples * span.count:
+        each = examples if dealt is None else dealt
+        if each > examples:
+            raise ValueError(
+                f"`dealt` must not exceed the room of a device, {examples} examples, got"
+                f" {each}. Give the Loader a BlockShare, whose parts have enough"
+            )
+        if batch > each * span.count:
             raise ValueError(
                 f"a process with {span.count} devices takes up to"
-                f" {examples * span.count} examples of a batch, {examples} per device, got"
+                f" {each * span.count} examples of a batch, {each} per device, got"
                 f" {batch}. Give all processes the same share"
             )
         clicks = check_clicks(clicks, batch, self._states) if train else None
-        inputs = normalize(features, self._features, batch, examples, span.count)
+        inputs = normalize(features, self._features, batch, each, span.count)
         counters = {"examples": batch, "bad_ids": 0, "unique_ids": 0}
         counters |= count_inputs(inputs, features)
         states = [s for states in self._states for s in states]

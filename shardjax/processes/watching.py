@@ -119,8 +119,8 @@ class _Watcher:
         if "Gloo" in str(error) or isinstance(error, jax.errors.JaxRuntimeError):
             # likely because of another process: the reason will be known soon
             self._stop.wait(2 * self._heartbeat)
-        kind = "" if isinstance(error, SystemExit) else f"{type(error).__name__}: "
-        why = f"{kind}{error}"[:2000]
+        kind = "" if isinstance(error, SystemExit) else type(error).__name__
+        why = ": ".join(x for x in (kind, str(error)) if x)[:2000]
         told = json.dumps({"process": self._me, "why": why}).encode()
         with contextlib.suppress(Exception):
             service.put(_FAILED, told)

@@ -1,15 +1,12 @@
-"""Blocks: no better split, each block once, averages of all examples."""
+"""Blocks: no better split, each block once."""
 
 import itertools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from shardjax.data.blocks import assign, block_ranges, check_times, masks, shares
-from shardjax.mesh import make_mesh
+from shardjax.data.blocks import assign, block_ranges, check_times
 
 times = st.floats(0.01, 100)
 several = st.lists(times, min_size=1, max_size=8)
@@ -122,77 +119,23 @@ def test_assign_refuses(arguments, options, error, match):
         assign(*arguments, **options)
 
 
-# --- masks, ranges, shares ------------------------------------------------------------
+# --- ranges and checks ----------------------------------------------------------------
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 3))
-def test_masks_and_ranges_have_each_block_once(counts, more):
-    mask = masks(counts, max(counts) + more)
-    assert mask.dtype == bool and mask.shape == (len(counts), max(counts) + more)
-    assert mask.sum(axis=1).tolist() == counts
-    assert not (mask[:, 1:] & ~mask[:, :-1]).any()  # real ones first
-    assert masks(counts).shape[1] == max(counts)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8))
+def test_ranges_have_each_block_once(counts):
     numbers = [n for r in block_ranges(counts) for n in r]
     assert numbers == list(range(sum(counts)))
     assert [len(r) for r in block_ranges(counts)] == counts
 
 
-def test_shares_weigh_averages():
-    examples, rng = [30, 0, 10, 7], np.random.default_rng(0)
-    parts = [rng.normal(size=n) for n in examples]
-    means = [part.mean() if part.size else 0.0 for part in parts]
-    assert shares(examples) @ means == pytest.approx(np.concatenate(parts).mean())
-    assert shares([0, 0]).tolist() == [0, 0]
-
-
-def test_masks_and_shares_refuse():
-    with pytest.raises(
-        ValueError, match="`most` must be at least the largest count, got 1"
-    ):
-        masks([0, 2], 1)
+def test_counts_that_are_none_are_refused():
     with pytest.raises(
         ValueError, match="`counts` must be numbers of one or more proc"
     ):
         block_ranges([])
-    with pytest.raises(ValueError, match="`examples` must not be negative, got -1 of"):
-        shares([3, -1])
-
-
-def test_uneven_counts_in_one_program():
-    """What the module says of SPMD: a loop of each device's own length, then a sum."""
-    mesh, most, rows = make_mesh("8x1"), 4, 3
-    traces = []
-
-    def local(x, count, examples):  # [1, most, rows], [1], [1, most]
-        traces.append(None)
-
-        def body(n, carry):
-            total, seen = carry
-            real = jnp.arange(rows) < examples[0, n]
-            return total + jnp.sum(x[0, n] * real), seen + examples[0, n]
-
-        zero = jax.lax.pcast((jnp.float32(0), jnp.int32(0)), "data", to="varying")
-        total, seen = jax.lax.fori_loop(0, count[0], body, zero)
-        return jax.lax.psum(total, "data") / jax.lax.psum(seen, "data")
-
-    spec = jax.P("data")
-    mean = jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=(spec, spec, spec), out_specs=jax.P())
-    )
-    rng = np.random.default_rng(0)
-    data = rng.normal(size=(16, rows)).astype(np.float32)
-    sizes = np.full(16, rows, np.int32)
-    sizes[-1] = 1  # the last block of an epoch
-    for seconds in ([1.0] * 8, [1, 1, 1, 1, 1, 1, 1, 9], [1, 2, 3, 4, 5, 6, 7, 100]):
-        counts = assign(16, seconds, most=most).astype(np.int32)
-        x = np.full((8, most, rows), np.nan, np.float32)  # nobody computes padding
-        examples = np.zeros((8, most), np.int32)
-        for process, numbers in enumerate(block_ranges(counts)):
-            x[process, : len(numbers)] = data[numbers.start : numbers.stop]
-            examples[process, : len(numbers)] = sizes[numbers.start : numbers.stop]
-        expected = (data.sum() - data[-1, 1:].sum()) / sizes.sum()
-        assert float(mean(x, counts, examples)) == pytest.approx(expected, abs=1e-6)
-    assert len(traces) == 1
+    with pytest.raises(ValueError, match="`counts` must not be negative, got -1 of"):
+        block_ranges([3, -1])
 
 
 def test_check_times_returns_floats():

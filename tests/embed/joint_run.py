@@ -114,14 +114,22 @@ def run(mesh_shape: str, tiers: bool, disk: str | None = None) -> dict:
         storage = embed.Storage(device_rows=640, host_bytes="60KB", disk=disk)
     collection = tables(mesh, storage)
     if not collection.span.is_whole:
-        for name, changed in (("dim", {"dim": 4 + jax.process_index()}), ("admit", {})):
-            admit = embed.MinCount(2 + jax.process_index())
-            table = embed.TableSpec("item", **({"dim": 4, "admit": admit} | changed))
+        here = jax.process_index()
+        for name, changed in (
+            ("dim", {"dim": 4 + here}),
+            ("admit", {"admit": embed.MinCount(2 + here)}),
+            ("optimizer", {"optimizer": optax.sgd(0.1 + here)}),
+            ("initializer", {"initializer": embed.uniform(0.1 + here)}),
+        ):
+            table = embed.TableSpec("item", **({"dim": 4} | changed))
             try:
                 embed.EmbeddingCollection({"x": embed.FeatureSpec(table)}, mesh=mesh)
             except ValueError as problem:
                 told = str(problem)
             assert f"`collection.tables.item.{name}` is " in told, told
+            others = {"admit", "optimizer", "initializer"} - {name}
+            if name != "dim":
+                assert not [x for x in others if f"item.{x}` is" in told], told
     network = from_nnx(Model(nnx.Rngs(0)))
     tx = optax.adam(1e-3)
     measured = {"loss": metrics.LogLoss(), "auc": metrics.AUC()}

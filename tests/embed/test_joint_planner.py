@@ -186,10 +186,22 @@ def test_processes_that_plan_other_batches_are_told_so():
             error
         )
         assert "process 0 and a bag of keys in process 1" in str(error)
+    wanted = JointBatch(batch.features, 4, 1, form={"number of dense features": 2})
+    for error in players.plan([[wanted], [batch]]):
+        assert isinstance(error, PlanError)
+        assert "same number of dense features in all processes, got 2 in pr" in str(
+            error
+        )
+        assert "process 0 and None in process 1" in str(error)
     many = JointBatch({"a": np.arange(9, dtype=np.uint64)}, 9, 1)
     found = players.plan([[many], [batch]])
     assert "takes up to 4 examples of a batch, 1 per device, got 9" in str(found[0][1])
     assert "process 0 could not plan" in str(found[1][1])
+    far = JointBatch(batch.features, 4, 1, dealt=2)
+    found = players.plan([[far], [batch]])
+    assert "`dealt` must not exceed the room of a device, 1 examples, got 2" in str(
+        found[0][1]
+    )
 
 
 def test_a_window_that_nobody_sends_ends_in_its_thread():

@@ -1,4 +1,4 @@
-"""Blocks of a minibatch that processes ask for one by one.
+"""A rival of `BlockSchedule` in the simulation: processes ask for blocks one by one.
 
 A split that is made beforehand pays for what nobody could know: a process that turns slow
 has its blocks already. Here a process asks for the next block when it has finished one, and
