@@ -33,8 +33,10 @@ class Learner(Protocol):
     state: Any
     kept: Any
     tables: Any
-    collection: embed.EmbeddingCollection | None
     mesh: jax.sharding.Mesh
+
+    @property
+    def collection(self) -> embed.EmbeddingCollection | None: ...
 
     def q_values(self, obs: Any) -> np.ndarray:
         """Values of the actions in observations [envs, ...], as of the last `publish`:
@@ -76,7 +78,7 @@ class VectorLearner:
       num_actions: how many actions there are.
     """
 
-    tables, collection = (), None
+    collection = None
 
     def __init__(self, config: Config, width: int, num_actions: int):
         def make() -> QNetwork:
@@ -112,6 +114,7 @@ class VectorLearner:
         self._batch = jax.NamedSharding(self.mesh, jax.P(None, sj.DATA_AXIS))
         self._q_values = jax.jit(q_values)
         self._own = jax.local_devices()[0]
+        self.tables: Any = ()
         self.publish()
         self.keep()
 

@@ -78,7 +78,7 @@ class TableLearner:
         network = sj.from_nnx(PairNetwork(dim, config.layers, nnx.Rngs(config.seed)))
         tx = make_optimizer(config)
         plan = sj.plan_network(network, tx, self.collection, config.zero)
-        self.kept = ()
+        self.kept: Any = ()
         state = sj.init_state(network, tx, self.collection, zero=plan, target=rule)
         self._take(state)
         self._step = sj.make_train_step(

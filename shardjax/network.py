@@ -15,7 +15,7 @@ from flax import linen, nnx
 
 from shardjax.partition import leaf_path
 
-Apply = Callable[..., tuple[jax.Array, Any]]
+Apply = Callable[..., tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Network:
     Attributes:
       apply: `apply(params, state, dense, embeddings, train=...) -> (logits, state)`,
         pure. dense: float32 [batch, n_dense]; embeddings: by feature, [batch, dim] or
-        `shardjax.embed.Sequence`; logits: [batch].
+        `shardjax.embed.Sequence`; logits: [batch], or what the `Objective` of
+        `shardjax.make_train_step` takes.
       params: pytree of what is trained.
       state: pytree of what is not.
     """

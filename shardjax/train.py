@@ -54,7 +54,8 @@ class Objective(Protocol):
       target: how a target network follows the model, None for no target.
     """
 
-    target: TargetRule | None
+    @property
+    def target(self) -> TargetRule | None: ...
 
     def __call__(
         self, outputs: Any, lagged: Any, labels: jax.Array, dense: jax.Array

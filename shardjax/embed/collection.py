@@ -267,7 +267,8 @@ class EmbeddingCollection:
         parts = []
         for features, size, *clicks in batches:
             examples = joint.common_examples(size, agree, train)
-            parts.append(JointBatch(features, size, examples, *clicks))
+            own = clicks[0] if clicks else None
+            parts.append(JointBatch(features, size, examples, own))
         ask = joint.ask(parts, agree, train=train, admit=admit)
         self._exchange.send(ask)
         yield from joint.answer(ask, agree)
