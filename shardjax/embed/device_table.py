@@ -26,11 +26,9 @@ from shardjax.embed.probing import (
     DeviceTable,
     ask,
     buckets_for,
-    count_passing,
-    first_of,
     place,
+    remove,
     search,
-    slot_of,
 )
 from shardjax.mesh import AXES
 
@@ -298,17 +296,7 @@ def _find(table, hi, lo, valid, axis):
 def _find_or_insert(table, hi, lo, valid, axis):
     asked = _ask(table, hi, lo, valid, axis)
     slot, _ = search(table, asked)
-    tags, slot, is_first, turn = place(table, asked, slot)
-    at = slot_of(is_first, slot, asked, table.hi.size)
-    table = DeviceTable(
-        hi=table.hi.at[at].set(asked.hi, mode="drop", unique_indices=True),
-        lo=table.lo.at[at].set(asked.lo, mode="drop", unique_indices=True),
-        tags=tags,
-        passed=count_passing(table, asked, is_first, turn, 1),
-        count=table.count + jnp.sum(is_first, dtype=jnp.int32),
-        capacity=table.capacity,
-        reach=table.reach,
-    )
+    table, slot, is_first = place(table, asked, slot)
     full = jnp.sum(asked.valid & (slot < 0), dtype=jnp.int32)
     if axis is not None:
         full = jax.lax.psum(full, axis)
@@ -321,15 +309,5 @@ def _find_or_insert(table, hi, lo, valid, axis):
 def _erase(table, hi, lo, valid, axis):
     asked = _ask(table, hi, lo, valid, axis)
     slot, turn = search(table, asked)
-    is_first = first_of(slot, asked)
-    at = slot_of(is_first, slot, asked, table.hi.size)
-    table = DeviceTable(
-        hi=table.hi,
-        lo=table.lo,
-        tags=table.tags.at[at].set(EMPTY, mode="drop", unique_indices=True),
-        passed=count_passing(table, asked, is_first, turn, -1),
-        count=table.count - jnp.sum(is_first, dtype=jnp.int32),
-        capacity=table.capacity,
-        reach=table.reach,
-    )
+    table = remove(table, asked, slot, turn)
     return table, _answer((slot >= 0).astype(jnp.int32), axis, hi) > 0

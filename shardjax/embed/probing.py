@@ -17,7 +17,7 @@ Tags and counts are flat: a small last dim would be padded on TPUs.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 BUCKET = 16
 EMPTY = 0
 NO_SLOT = 1
+_SMALL = 128
 FIRST_TAG = 2
 
 
@@ -75,8 +76,7 @@ class Asked(NamedTuple):
     stride: jax.Array  # int32 [n]
     tag: jax.Array  # uint8 [n]
     lane: jax.Array  # int32 [n]: the slot of a bucket to try first
-    position: jax.Array  # int32 [n]: 0, 1, 2, ..
-    zero: jax.Array  # int32 [n]
+    zero: jax.Array  # int32 [n]: what loops begin with
 
 
 def ask(table: DeviceTable, hi, lo, hashed, valid) -> Asked:
@@ -93,7 +93,6 @@ def ask(table: DeviceTable, hi, lo, hashed, valid) -> Asked:
         stride=((1 + high % max(buckets - 1, 1)) % buckets).astype(jnp.int32),
         tag=(FIRST_TAG + (high & 0xFF) % (256 - FIRST_TAG)).astype(jnp.uint8),
         lane=(high >> 8 & (BUCKET - 1)).astype(jnp.int32),
-        position=jax.lax.iota(jnp.int32, hi.size),
         zero=zero,
     )
 
@@ -122,10 +121,24 @@ def search(table: DeviceTable, asked: Asked) -> tuple[jax.Array, jax.Array]:
         lane=asked.zero,
         slot=asked.zero - 1,
     )
-    walk = jax.lax.while_loop(
-        lambda walk: jnp.any(walk.active), partial(_search_step, table, asked), walk
-    )
+    if not _piece_of(asked):
+        walk = _search_to_the_end(table, asked, walk)
+        return walk.slot, walk.turn
+
+    def search_piece(walk):
+        at, active = _first_few(walk.active, asked)
+        asked_there, there = jax.tree.map(lambda x: _read(x, at), (asked, walk))
+        there = _search_to_the_end(table, asked_there, there._replace(active=active))
+        return jax.tree.map(lambda x, y: x.at[at].set(y, mode="drop"), walk, there)
+
+    walk = _search_step(table, asked, walk)
+    walk = jax.lax.while_loop(lambda walk: jnp.any(walk.active), search_piece, walk)
     return walk.slot, walk.turn
+
+
+def _search_to_the_end(table, asked, walk):
+    step = partial(_search_step, table, asked)
+    return jax.lax.while_loop(lambda walk: jnp.any(walk.active), step, walk)
 
 
 def _search_step(table, asked, walk):
@@ -150,37 +163,55 @@ def _search_step(table, asked, walk):
 
 def place(
     table: DeviceTable, asked: Asked, slot: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Finds empty slots for valid keys that have none; equal keys get the same one.
-
-    In each round keys bid for an empty slot of the bucket where they are, which one being
-    a part of their hash, and the least position wins. The keys equal to it are settled with
-    it: they have made the same bids.
+) -> tuple[DeviceTable, jax.Array, jax.Array]:
+    """Gives slots to valid keys that have none.
 
     Args:
       slot: int32 [n], of keys that are there, else -1.
 
     Returns:
-      The tags, the slots (-1 where there is no room), which keys have been inserted (the
-      first of equal ones), and how many buckets these have passed, int32 [n].
+      The table, the slots (-1 where there is no room), and which keys have been inserted:
+      the first of equal ones.
+    """
+    active = asked.valid & (slot < 0)
+    piece = _piece_of(asked)
+    if not piece:
+        table, new_slot, is_first = _place_to_the_end(table, asked, active)
+        return table, jnp.where(active, new_slot, slot), is_first
+    # Few keys are settled in a short array, many in a long one: one loop has no rounds.
+    many = jnp.sum(active) > piece
+    table, new_slot, is_first = _place_to_the_end(table, asked, active & many)
+    slot = jnp.where(active, new_slot, slot)
+    at, there = _first_few(active & ~many, asked)
+    asked_there = jax.tree.map(lambda x: _read(x, at), asked)
+    table, new_slot, first_there = _place_to_the_end(table, asked_there, there)
+    slot = slot.at[at].set(new_slot, mode="drop")
+    return table, slot, is_first.at[at].set(first_there, mode="drop")
+
+
+def _place_to_the_end(table, asked, active):
+    """Gives slots to `active` keys, none of which is in the table.
+
+    In each round keys bid for an empty slot of the bucket where they are, which one being
+    a part of their hash, and the least position wins. The keys equal to it are settled with
+    it: they have made the same bids.
     """
     reach = min(table.reach, table.buckets)
-    lanes = jax.lax.broadcasted_iota(jnp.int32, (slot.size, BUCKET), 1)
+    lanes = jax.lax.broadcasted_iota(jnp.int32, (active.size, BUCKET), 1)
+    # how far behind the lane of the key's choice each lane is
+    behind = lanes - asked.lane[:, None] & (BUCKET - 1)
 
     def step(carry):
         tags, active, bucket, turn, slot, is_first = carry
-        # how far behind the lane of the key's choice an empty one is
-        behind = lanes - asked.lane[:, None] & (BUCKET - 1)
         empty = _tags_of(tags, bucket) == EMPTY
         least = jnp.min(jnp.where(empty, behind, BUCKET), axis=1)
         bids = active & (least < BUCKET)
         wanted = bucket * BUCKET + (asked.lane + least & (BUCKET - 1))
-        winner = _least_bidder(wanted, bids, asked.position)
-        same = (_read(asked.hi, winner) == asked.hi) & (
-            _read(asked.lo, winner) == asked.lo
-        )
-        settled, wins = bids & same, bids & (winner == asked.position)
-        at = slot_of(wins, wanted, asked, tags.size)
+        winner = _least_bidder(wanted, bids)
+        same = _read(asked.hi, winner) == asked.hi
+        same &= _read(asked.lo, winner) == asked.lo
+        settled, wins = bids & same, bids & (winner == _positions(bids))
+        at = _slots_of(wins, wanted, tags.size)
         tags = tags.at[at].set(asked.tag, mode="drop", unique_indices=True)
         onward = active & ~bids
         turn += onward
@@ -193,27 +224,44 @@ def place(
             is_first | wins,
         )
 
-    first, none = asked.home, asked.zero > 0
-    carry = table.tags, asked.valid & (slot < 0), first, asked.zero, slot, none
+    zero, none = asked.zero, asked.zero > 0
+    carry = table.tags, active, asked.home, zero, zero - 1, none
     carry = jax.lax.while_loop(lambda carry: jnp.any(carry[1]), step, carry)
     tags, _, _, turn, slot, is_first = carry
-    return tags, slot, is_first, turn
+    at = _slots_of(is_first, slot, table.hi.size)
+    table = replace(
+        table,
+        hi=table.hi.at[at].set(asked.hi, mode="drop", unique_indices=True),
+        lo=table.lo.at[at].set(asked.lo, mode="drop", unique_indices=True),
+        tags=tags,
+        passed=_count_passing(table, asked, is_first, turn, 1),
+        count=table.count + jnp.sum(is_first, dtype=jnp.int32),
+    )
+    return table, slot, is_first
 
 
-def first_of(slot: jax.Array, asked: Asked) -> jax.Array:
-    """Which positions are the first of their slots, int32 [n], bool; none where it is -1."""
+def remove(table: DeviceTable, asked: Asked, slot, turn) -> DeviceTable:
+    """Empties the slots of keys; `slot` and `turn` as `search` gives them."""
 
     def step(carry):
         active, is_first = carry
-        winner = _least_bidder(slot, active, asked.position)
-        is_first |= active & (winner == asked.position)
+        winner = _least_bidder(slot, active)
+        is_first |= active & (winner == _positions(active))
         return active & (_read(slot, winner) != slot), is_first
 
     carry = slot >= 0, asked.zero > 0
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[0]), step, carry)[1]
+    carry = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), step, carry)
+    is_first = carry[1]  # of equal keys
+    at = _slots_of(is_first, slot, table.tags.size)
+    return replace(
+        table,
+        tags=table.tags.at[at].set(EMPTY, mode="drop", unique_indices=True),
+        passed=_count_passing(table, asked, is_first, turn, -1),
+        count=table.count - jnp.sum(is_first, dtype=jnp.int32),
+    )
 
 
-def count_passing(table: DeviceTable, asked: Asked, which, turn, change: int):
+def _count_passing(table: DeviceTable, asked: Asked, which, turn, change: int):
     """Adds `change` to the counts of the buckets passed by `which` keys, all different."""
 
     def step(carry):
@@ -226,23 +274,43 @@ def count_passing(table: DeviceTable, asked: Asked, which, turn, change: int):
     return jax.lax.while_loop(lambda carry: jnp.any(carry[2] > 0), step, carry)[0]
 
 
-def slot_of(which, slot, asked: Asked, size: int):
+def _piece_of(asked):
+    """How many keys go on together after the rest has been settled; 0: all."""
+    return asked.home.size // 8 if asked.home.size >= 8 * _SMALL else 0
+
+
+def _first_few(active, asked):
+    """The positions of the first active keys, int32 [piece], and which there are."""
+    piece = _piece_of(asked)
+    number = jnp.cumsum(active, dtype=jnp.int32) - 1
+    number = jnp.where(active & (number < piece), number, piece)
+    at = jnp.full(piece, active.size, jnp.int32)
+    at = at.at[number].set(_positions(active), mode="drop")
+    return at, at < active.size
+
+
+def _positions(like):
+    return jax.lax.iota(jnp.int32, like.size)
+
+
+def _slots_of(which, slot, size):
     """Slots to scatter to, int32 [n], all different: past the end for others than `which`."""
-    return jnp.where(which, slot, size + asked.position)
+    return jnp.where(which, slot, size + _positions(slot))
 
 
-def _least_bidder(wanted, bids, position):
+def _least_bidder(wanted, bids):
     """The least position that bids for what each key wants, or for something else.
 
     Bids meet in a scratch array twice as long as the batch, by their hash: with some luck
     one cell per slot wanted. In each cell one bid wins, in any order of the scatter.
     """
-    bits = (2 * position.size).bit_length()
+    size = wanted.size
+    bits = (2 * size).bit_length()
     cell = wanted.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) >> (32 - bits)
     cell = cell.astype(jnp.int32)
-    scratch = jnp.full(1 << bits, position.size, jnp.int32)
-    scratch = scratch.at[jnp.where(bids, cell, 1 << bits)].min(position, mode="drop")
-    return _read(scratch, cell)
+    scratch = jnp.full(1 << bits, size, jnp.int32)
+    cells = jnp.where(bids, cell, 1 << bits)
+    return _read(scratch.at[cells].min(_positions(wanted), mode="drop"), cell)
 
 
 def _next_bucket(table, asked, bucket):
