@@ -50,12 +50,17 @@ class DeviceTable:
     passed: jax.Array  # int32 [devices * buckets]
     count: jax.Array  # int32 [devices]: keys
     capacity: int = _static()  # slots of a device
-    reach: int = _static()  # buckets that a probe looks at, at most
+    reach: int = _static()  # of `init_device_table`
 
     @property
     def buckets(self) -> int:
         """Buckets of a device."""
         return buckets_for(self.capacity)
+
+    @property
+    def rounds(self) -> int:
+        """Buckets that a probe looks at, at most: all of them if `reach` covers the slots."""
+        return self.buckets if self.capacity <= BUCKET * self.reach else self.reach
 
 
 def buckets_for(capacity: int) -> int:
@@ -151,7 +156,7 @@ def _search_step(table, asked, walk):
     same = (_read(table.hi, slot) == asked.hi) & (_read(table.lo, slot) == asked.lo)
     found = one_fits & same
     onward = walk.active & ~one_fits & (_read(table.passed, walk.bucket) > 0)
-    onward &= walk.turn + 1 < min(table.reach, table.buckets)
+    onward &= walk.turn + 1 < table.rounds
     return _Walk(
         active=onward | one_fits & ~same,
         bucket=jnp.where(onward, _next_bucket(table, asked, walk.bucket), walk.bucket),
@@ -196,7 +201,6 @@ def _place_to_the_end(table, asked, active):
     a part of their hash, and the least position wins. The keys equal to it are settled with
     it: they have made the same bids.
     """
-    reach = min(table.reach, table.buckets)
     lanes = jax.lax.broadcasted_iota(jnp.int32, (active.size, BUCKET), 1)
     # how far behind the lane of the key's choice each lane is
     behind = lanes - asked.lane[:, None] & (BUCKET - 1)
@@ -217,7 +221,7 @@ def _place_to_the_end(table, asked, active):
         turn += onward
         return (
             tags,
-            active & ~settled & (turn < reach),
+            active & ~settled & (turn < table.rounds),
             jnp.where(onward, _next_bucket(table, asked, bucket), bucket),
             turn,
             jnp.where(settled, wanted, slot),
