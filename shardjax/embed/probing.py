@@ -110,6 +110,45 @@ class _Walk(NamedTuple):
     turn: jax.Array  # int32 [n]: how many buckets lie behind it
     lane: jax.Array  # int32 [n]: slots of the bucket before this are not the key's
     slot: jax.Array  # int32 [n]: the answer; -1 for none
+    first: jax.Array  # bool [n]: was inserted, as the first of equal keys
+
+
+def _start(asked, active):
+    zero = asked.zero
+    return _Walk(active, asked.home, zero, zero, zero - 1, zero > 0)
+
+
+def _until_settled(step, keys, shared, walk):
+    """Steps all keys until an eighth is left, and then those in a short array.
+
+    Args:
+      step: (keys, shared, walk) -> (shared, walk).
+      keys: a pytree of arrays [n].
+      shared: what steps change beside the walk: an array, or None.
+      walk: a tuple of arrays [n] with `active`.
+    """
+
+    def loop(keys, shared, walk, few):
+        return jax.lax.while_loop(
+            lambda carry: jnp.sum(carry[1].active, dtype=jnp.int32) > few,
+            lambda carry: step(keys, *carry),
+            (shared, walk),
+        )
+
+    size = walk.active.size
+    few = size // 8
+    if few < _SMALL:
+        return loop(keys, shared, walk, 0)
+    shared, walk = loop(keys, shared, walk, few)
+    number = jnp.cumsum(walk.active, dtype=jnp.int32) - 1
+    at = jnp.full(few, size, jnp.int32)
+    at = at.at[jnp.where(walk.active, number, few)].set(
+        _positions(walk.active), mode="drop"
+    )
+    keys_there, there = jax.tree.map(lambda x: _read(x, at), (keys, walk))
+    there = there._replace(active=at < size)
+    shared, there = loop(keys_there, shared, there, 0)
+    return shared, jax.tree.map(lambda x, y: x.at[at].set(y, mode="drop"), walk, there)
 
 
 def search(table: DeviceTable, asked: Asked) -> tuple[jax.Array, jax.Array]:
@@ -119,34 +158,12 @@ def search(table: DeviceTable, asked: Asked) -> tuple[jax.Array, jax.Array]:
       The slots, int32 [n], -1 for keys that are absent or not valid, and how many buckets
       the keys that are there have passed, int32 [n].
     """
-    walk = _Walk(
-        active=asked.valid,
-        bucket=asked.home,
-        turn=asked.zero,
-        lane=asked.zero,
-        slot=asked.zero - 1,
-    )
-    if not _piece_of(asked):
-        walk = _search_to_the_end(table, asked, walk)
-        return walk.slot, walk.turn
-
-    def search_piece(walk):
-        at, active = _first_few(walk.active, asked)
-        asked_there, there = jax.tree.map(lambda x: _read(x, at), (asked, walk))
-        there = _search_to_the_end(table, asked_there, there._replace(active=active))
-        return jax.tree.map(lambda x, y: x.at[at].set(y, mode="drop"), walk, there)
-
-    walk = _search_step(table, asked, walk)
-    walk = jax.lax.while_loop(lambda walk: jnp.any(walk.active), search_piece, walk)
+    step = partial(_search_step, table)
+    _, walk = _until_settled(step, asked, None, _start(asked, asked.valid))
     return walk.slot, walk.turn
 
 
-def _search_to_the_end(table, asked, walk):
-    step = partial(_search_step, table, asked)
-    return jax.lax.while_loop(lambda walk: jnp.any(walk.active), step, walk)
-
-
-def _search_step(table, asked, walk):
+def _search_step(table, asked, _, walk):
     """Looks at the next slot of the bucket whose tag fits, or goes on to the next bucket."""
     lanes = jax.lax.broadcasted_iota(jnp.int32, (asked.tag.size, BUCKET), 1)
     fits = _tags_of(table.tags, walk.bucket) == asked.tag[:, None]
@@ -154,15 +171,15 @@ def _search_step(table, asked, walk):
     one_fits = walk.active & (at < BUCKET)
     slot = walk.bucket * BUCKET + jnp.minimum(at, BUCKET - 1)
     same = (_read(table.hi, slot) == asked.hi) & (_read(table.lo, slot) == asked.lo)
-    found = one_fits & same
     onward = walk.active & ~one_fits & (_read(table.passed, walk.bucket) > 0)
     onward &= walk.turn + 1 < table.rounds
-    return _Walk(
+    return None, _Walk(
         active=onward | one_fits & ~same,
-        bucket=jnp.where(onward, _next_bucket(table, asked, walk.bucket), walk.bucket),
+        bucket=_next_bucket(table, asked.stride, walk.bucket, onward),
         turn=walk.turn + onward,
         lane=jnp.where(onward, 0, at + 1),
-        slot=jnp.where(found, slot, walk.slot),
+        slot=jnp.where(one_fits & same, slot, walk.slot),
+        first=walk.first,
     )
 
 
@@ -178,119 +195,83 @@ def place(
       The table, the slots (-1 where there is no room), and which keys have been inserted:
       the first of equal ones.
     """
-    active = asked.valid & (slot < 0)
-    piece = _piece_of(asked)
-    if not piece:
-        table, new_slot, is_first = _place_to_the_end(table, asked, active)
-        return table, jnp.where(active, new_slot, slot), is_first
-    # Few keys are settled in a short array, many in a long one: one loop has no rounds.
-    many = jnp.sum(active) > piece
-    table, new_slot, is_first = _place_to_the_end(table, asked, active & many)
-    slot = jnp.where(active, new_slot, slot)
-    at, there = _first_few(active & ~many, asked)
-    asked_there = jax.tree.map(lambda x: _read(x, at), asked)
-    table, new_slot, first_there = _place_to_the_end(table, asked_there, there)
-    slot = slot.at[at].set(new_slot, mode="drop")
-    return table, slot, is_first.at[at].set(first_there, mode="drop")
-
-
-def _place_to_the_end(table, asked, active):
-    """Gives slots to `active` keys, none of which is in the table.
-
-    In each round keys bid for an empty slot of the bucket where they are, which one being
-    a part of their hash, and the least position wins. The keys equal to it are settled with
-    it: they have made the same bids.
-    """
-    lanes = jax.lax.broadcasted_iota(jnp.int32, (active.size, BUCKET), 1)
-    # how far behind the lane of the key's choice each lane is
-    behind = lanes - asked.lane[:, None] & (BUCKET - 1)
-
-    def step(carry):
-        tags, active, bucket, turn, slot, is_first = carry
-        empty = _tags_of(tags, bucket) == EMPTY
-        least = jnp.min(jnp.where(empty, behind, BUCKET), axis=1)
-        bids = active & (least < BUCKET)
-        wanted = bucket * BUCKET + (asked.lane + least & (BUCKET - 1))
-        winner = _least_bidder(wanted, bids)
-        same = _read(asked.hi, winner) == asked.hi
-        same &= _read(asked.lo, winner) == asked.lo
-        settled, wins = bids & same, bids & (winner == _positions(bids))
-        at = _slots_of(wins, wanted, tags.size)
-        tags = tags.at[at].set(asked.tag, mode="drop", unique_indices=True)
-        onward = active & ~bids
-        turn += onward
-        return (
-            tags,
-            active & ~settled & (turn < table.rounds),
-            jnp.where(onward, _next_bucket(table, asked, bucket), bucket),
-            turn,
-            jnp.where(settled, wanted, slot),
-            is_first | wins,
-        )
-
-    zero, none = asked.zero, asked.zero > 0
-    carry = table.tags, active, asked.home, zero, zero - 1, none
-    carry = jax.lax.while_loop(lambda carry: jnp.any(carry[1]), step, carry)
-    tags, _, _, turn, slot, is_first = carry
-    at = _slots_of(is_first, slot, table.hi.size)
+    step = partial(_place_step, table)
+    walk = _start(asked, asked.valid & (slot < 0))._replace(slot=slot)
+    tags, walk = _until_settled(step, asked, table.tags, walk)
+    at = _slots_of(walk.first, walk.slot, table.hi.size)
     table = replace(
         table,
         hi=table.hi.at[at].set(asked.hi, mode="drop", unique_indices=True),
         lo=table.lo.at[at].set(asked.lo, mode="drop", unique_indices=True),
         tags=tags,
-        passed=_count_passing(table, asked, is_first, turn, 1),
-        count=table.count + jnp.sum(is_first, dtype=jnp.int32),
+        passed=_count_passing(table, asked, walk.first, walk.turn, 1),
+        count=table.count + jnp.sum(walk.first, dtype=jnp.int32),
     )
-    return table, slot, is_first
+    return table, walk.slot, walk.first
+
+
+def _place_step(table, asked, tags, walk):
+    """Bids for an empty slot of the bucket, or goes on to the next bucket.
+
+    Which slot a key bids for is a part of its hash, and the least position wins. The keys
+    equal to it are settled with it: they have made the same bids in all rounds.
+    """
+    lanes = jax.lax.broadcasted_iota(jnp.int32, (asked.tag.size, BUCKET), 1)
+    # how far behind the lane of the key's choice each lane is
+    behind = lanes - asked.lane[:, None] & (BUCKET - 1)
+    empty = _tags_of(tags, walk.bucket) == EMPTY
+    least = jnp.min(jnp.where(empty, behind, BUCKET), axis=1)
+    bids = walk.active & (least < BUCKET)
+    wanted = walk.bucket * BUCKET + (asked.lane + least & (BUCKET - 1))
+    winner = _least_bidder(wanted, bids)
+    same = (_read(asked.hi, winner) == asked.hi) & (_read(asked.lo, winner) == asked.lo)
+    settled, wins = bids & same, bids & (winner == _positions(bids))
+    at = _slots_of(wins, wanted, tags.size)
+    onward = walk.active & ~bids
+    turn = walk.turn + onward
+    return tags.at[at].set(asked.tag, mode="drop", unique_indices=True), _Walk(
+        active=walk.active & ~settled & (turn < table.rounds),
+        bucket=_next_bucket(table, asked.stride, walk.bucket, onward),
+        turn=turn,
+        lane=walk.lane,
+        slot=jnp.where(settled, wanted, walk.slot),
+        first=walk.first | wins,
+    )
 
 
 def remove(table: DeviceTable, asked: Asked, slot, turn) -> DeviceTable:
     """Empties the slots of keys; `slot` and `turn` as `search` gives them."""
 
-    def step(carry):
-        active, is_first = carry
-        winner = _least_bidder(slot, active)
-        is_first |= active & (winner == _positions(active))
-        return active & (_read(slot, winner) != slot), is_first
+    def step(slot, _, walk):  # finds the first of equal slots
+        winner = _least_bidder(slot, walk.active)
+        wins = walk.active & (winner == _positions(slot))
+        active = walk.active & (_read(slot, winner) != slot)
+        return None, walk._replace(active=active, first=walk.first | wins)
 
-    carry = slot >= 0, asked.zero > 0
-    carry = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), step, carry)
-    is_first = carry[1]  # of equal keys
-    at = _slots_of(is_first, slot, table.tags.size)
+    _, walk = _until_settled(step, slot, None, _start(asked, slot >= 0))
+    at = _slots_of(walk.first, slot, table.tags.size)
     return replace(
         table,
         tags=table.tags.at[at].set(EMPTY, mode="drop", unique_indices=True),
-        passed=_count_passing(table, asked, is_first, turn, -1),
-        count=table.count - jnp.sum(is_first, dtype=jnp.int32),
+        passed=_count_passing(table, asked, walk.first, turn, -1),
+        count=table.count - jnp.sum(walk.first, dtype=jnp.int32),
     )
 
 
-def _count_passing(table: DeviceTable, asked: Asked, which, turn, change: int):
+def _count_passing(table, asked, which, turn, change):
     """Adds `change` to the counts of the buckets passed by `which` keys, all different."""
 
-    def step(carry):
-        passed, bucket, turn = carry
-        at = jnp.where(turn > 0, bucket, passed.size)
+    def step(stride, passed, walk):
+        at = jnp.where(walk.active, walk.bucket, passed.size)
+        bucket = _next_bucket(table, stride, walk.bucket, walk.active)
+        left = walk.turn - 1
         passed = passed.at[at].add(change, mode="drop")
-        return passed, _next_bucket(table, asked, bucket), turn - 1
+        return passed, walk._replace(
+            active=walk.active & (left > 0), bucket=bucket, turn=left
+        )
 
-    carry = table.passed, asked.home, jnp.where(which, turn, 0)
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[2] > 0), step, carry)[0]
-
-
-def _piece_of(asked):
-    """How many keys go on together after the rest has been settled; 0: all."""
-    return asked.home.size // 8 if asked.home.size >= 8 * _SMALL else 0
-
-
-def _first_few(active, asked):
-    """The positions of the first active keys, int32 [piece], and which there are."""
-    piece = _piece_of(asked)
-    number = jnp.cumsum(active, dtype=jnp.int32) - 1
-    number = jnp.where(active & (number < piece), number, piece)
-    at = jnp.full(piece, active.size, jnp.int32)
-    at = at.at[number].set(_positions(active), mode="drop")
-    return at, at < active.size
+    walk = _start(asked, which & (turn > 0))._replace(turn=jnp.where(which, turn, 0))
+    return _until_settled(step, asked.stride, table.passed, walk)[0]
 
 
 def _positions(like):
@@ -317,8 +298,9 @@ def _least_bidder(wanted, bids):
     return _read(scratch.at[cells].min(_positions(wanted), mode="drop"), cell)
 
 
-def _next_bucket(table, asked, bucket):
-    bucket = bucket + asked.stride
+def _next_bucket(table, stride, bucket, onward):
+    """The next bucket of the keys that go `onward`."""
+    bucket = jnp.where(onward, bucket + stride, bucket)
     return jnp.where(bucket < table.buckets, bucket, bucket - table.buckets)
 
 
