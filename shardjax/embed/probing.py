@@ -139,16 +139,25 @@ def _until_settled(step, keys, shared, walk):
     few = size // 8
     if few < _SMALL:
         return loop(keys, shared, walk, 0)
-    shared, walk = loop(keys, shared, walk, few)
-    number = jnp.cumsum(walk.active, dtype=jnp.int32) - 1
-    at = jnp.full(few, size, jnp.int32)
-    at = at.at[jnp.where(walk.active, number, few)].set(
-        _positions(walk.active), mode="drop"
+
+    def settle_few(carry):
+        shared, walk = carry
+        number = jnp.cumsum(walk.active, dtype=jnp.int32) - 1
+        number = jnp.where(walk.active, number, few)
+        at = jnp.full(few, size, jnp.int32)
+        at = at.at[number].set(_positions(number), mode="drop")
+        keys_there, there = jax.tree.map(lambda x: _read(x, at), (keys, walk))
+        there = there._replace(active=at < size)
+        shared, there = loop(keys_there, shared, there, 0)
+        there = jax.tree.map(lambda x, y: x.at[at].set(y, mode="drop"), walk, there)
+        return shared, there
+
+    # A loop of one round, or none: a cond might copy what is shared.
+    return jax.lax.while_loop(
+        lambda carry: jnp.any(carry[1].active),
+        settle_few,
+        loop(keys, shared, walk, few),
     )
-    keys_there, there = jax.tree.map(lambda x: _read(x, at), (keys, walk))
-    there = there._replace(active=at < size)
-    shared, there = loop(keys_there, shared, there, 0)
-    return shared, jax.tree.map(lambda x, y: x.at[at].set(y, mode="drop"), walk, there)
 
 
 def search(table: DeviceTable, asked: Asked) -> tuple[jax.Array, jax.Array]:
