@@ -44,8 +44,8 @@ def init_device_table(
 
     A key gets no slot if the first `reach` buckets of its probe, of 16 slots each, are
     full. So a table of up to `16 * reach` slots takes as many keys as it has slots; a
-    larger one turns the first key away when it is some 97 % full. No step of any program
-    takes more than `reach` rounds per key however full the table is.
+    larger one, with a `reach` of 64, turns the first key away when it is some 97 % full.
+    However full it is, no probe looks at more buckets than that.
 
     Args:
       capacity: slots, of each device; in [1, 2**30].

@@ -11,7 +11,7 @@ from jaxtyping import ArrayLike
 
 from shardjax.embed.jagged import as_keys
 
-Words = tuple[ArrayLike, ArrayLike]
+Words = tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]
 
 _32 = np.uint64(32)
 _HALF = 0xFFFF

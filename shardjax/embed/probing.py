@@ -27,8 +27,9 @@ import jax.numpy as jnp
 BUCKET = 16
 EMPTY = 0
 NO_SLOT = 1
-_SMALL = 128
 FIRST_TAG = 2
+
+_SMALL = 128  # a short array is not worth its making below this
 
 
 def _static():

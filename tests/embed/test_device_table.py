@@ -178,6 +178,18 @@ def test_the_first_of_equal_keys_is_new_and_runs_are_equal():
     jax.tree.map(np.testing.assert_array_equal, *runs)
 
 
+def test_a_table_is_the_same_where_jax_has_64_bits():
+    keys = split_keys(np.random.default_rng(0).choice(wide_keys(2000), 1024))
+    runs = []
+    for enabled in (False, True):
+        with jax.enable_x64(enabled):
+            table, *answers = device_table.find_or_insert(init_device_table(3000), keys)
+            runs.append(jax.tree.map(np.asarray, (table, answers)))
+    jax.tree.map(np.testing.assert_array_equal, *runs)
+    first, second = (jax.tree.map(lambda x: x.dtype, run) for run in runs)
+    assert first == second
+
+
 @pytest.mark.parametrize("key", [0, 2**64 - 1, 2**32])
 def test_all_keys_equal(key):
     checked = Checked(127)
