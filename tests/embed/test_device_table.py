@@ -122,7 +122,7 @@ def random_batch(rng: np.random.Generator, universe: np.ndarray):
     return rng.choice(few, BATCH), rng.random(BATCH) < rng.choice([0.1, 0.9, 1.0])
 
 
-@pytest.mark.parametrize("kind", ["wide", "colliding"])
+@pytest.mark.parametrize("kind", ["wide", "colliding", "low", "high"])
 @pytest.mark.parametrize("capacity", [1, 2, 127, 128, 129])
 def test_a_table_is_a_dict_whatever_happens_to_it(capacity, kind):
     rng = np.random.default_rng(capacity)
@@ -130,6 +130,8 @@ def test_a_table_is_a_dict_whatever_happens_to_it(capacity, kind):
     universe = wide_keys(max(capacity + capacity // 4, 4), seed=1)  # with 0 and 2**64-1
     if kind == "colliding":
         universe = colliding_keys(len(universe), checked.table.buckets)
+    elif kind != "wide":  # one word is the same in all keys
+        universe = np.arange(len(universe), dtype=np.uint64) << 32 * (kind == "high")
     fullest = 0
     for i in range(60):
         ways = [checked.insert, checked.find, checked.erase]
