@@ -27,13 +27,23 @@ Use it
     split_features, sequence_masks    blocks of vectors to features, in a step of your own
     Index                 keys to numbers, 64 bits, in the order in which they are first met
 
+Inside jit
+    init_device_table     a DeviceTable: keys to slots, on the devices
+    device_table          its functions: find, find_or_insert, erase, export
+    split_keys, join_keys    uint64 keys to pairs of uint32 words, and back
+
 House dims of the shapes in docstrings: batch, examples (of one device), values (ids), rows
 (unique), slots, dim, devices.
 """
 
+from shardjax.embed import device_table as device_table
 from shardjax.embed.collection import (
     EmbeddingCollection as EmbeddingCollection,
     EmbeddingState as EmbeddingState,
+)
+from shardjax.embed.device_table import (
+    DeviceTable as DeviceTable,
+    init_device_table as init_device_table,
 )
 from shardjax.embed.exchange import (
     Sequence as Sequence,
@@ -42,6 +52,7 @@ from shardjax.embed.exchange import (
 )
 from shardjax.embed.index import Index as Index
 from shardjax.embed.jagged import Jagged as Jagged, as_keys as as_keys
+from shardjax.embed.key_words import join_keys as join_keys, split_keys as split_keys
 from shardjax.embed.moves import SlabState as SlabState
 from shardjax.embed.optimizers import (
     RowOptimizerError as RowOptimizerError,

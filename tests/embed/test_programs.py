@@ -1,12 +1,14 @@
 """What XLA makes of a step: its collectives, its memory, and how many there are."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from shardjax.data.batch import Batch
 from shardjax.embed import (
@@ -15,10 +17,13 @@ from shardjax.embed import (
     Jagged,
     Sequence,
     TableSpec,
+    device_table,
+    init_device_table,
     rowwise_adagrad,
+    split_keys,
 )
 from shardjax.embed.layout import rung
-from shardjax.mesh import make_mesh
+from shardjax.mesh import AXES, make_mesh
 from shardjax.network import Network
 from shardjax.state import init_state
 from shardjax.train import make_eval_step, make_train_step, prepare
@@ -193,3 +198,27 @@ def test_equal_layouts_run_one_program():
         layouts.add(prepared.layout)
         state, _ = step(state, prepared)
     assert step.jitted._cache_size() == len(layouts) <= 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [(None, "find_or_insert"), (None, "erase"), ("8x1", "find_or_insert")],
+)
+def test_a_device_table_is_changed_where_it_lies(shape, name):
+    """A program needs less memory than the smallest array of the table it changes."""
+    mesh, function = shape and make_mesh(shape), getattr(device_table, name)
+    table = jax.eval_shape(partial(init_device_table, 10**7, mesh=mesh))
+    if mesh is not None:
+        function = jax.shard_map(
+            partial(function, axis=AXES),
+            mesh=mesh,
+            in_specs=P(AXES),
+            out_specs=(P(AXES), P(AXES), P(AXES), P()),
+        )
+    keys = split_keys(np.arange(1024))  # long enough for pieces
+    step = jax.jit(function, donate_argnums=0)
+    memory = step.lower(table, keys).compile().memory_analysis()
+    arrays = (table.hi, table.lo, table.tags, table.passed)
+    sizes = [x.size * x.dtype.itemsize // table.count.size for x in arrays]
+    assert memory.alias_size_in_bytes >= sum(sizes)
+    assert memory.temp_size_in_bytes < min(sizes)
