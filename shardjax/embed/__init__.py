@@ -27,6 +27,11 @@ Use it
     split_features, sequence_masks    blocks of vectors to features, in a step of your own
     Index                 keys to numbers, 64 bits, in the order in which they are first met
 
+Inside of a model, which looks its tables up itself
+    Embed, EmbeddingBag   in the place of nnx.Embed; those of linen: shardjax.embed.linen
+    table_paths, Table    the tables of a model; their variable
+    plan_tables, TablePlan, TableState, RowGradients    to train only the rows looked up
+
 House dims of the shapes in docstrings: batch, examples (of one device), values (ids), rows
 (unique), slots, dim, devices.
 """
@@ -42,6 +47,12 @@ from shardjax.embed.exchange import (
 )
 from shardjax.embed.index import Index as Index
 from shardjax.embed.jagged import Jagged as Jagged, as_keys as as_keys
+from shardjax.embed.module import (
+    Embed as Embed,
+    EmbeddingBag as EmbeddingBag,
+    Table as Table,
+    table_paths as table_paths,
+)
 from shardjax.embed.moves import SlabState as SlabState
 from shardjax.embed.optimizers import (
     RowOptimizerError as RowOptimizerError,
@@ -67,4 +78,10 @@ from shardjax.embed.spec import (
     zeros as zeros,
 )
 from shardjax.embed.storage import Storage as Storage
+from shardjax.embed.table_plan import (
+    RowGradients as RowGradients,
+    TablePlan as TablePlan,
+    TableState as TableState,
+    plan_tables as plan_tables,
+)
 from shardjax.embed.table_rows import TableRows as TableRows

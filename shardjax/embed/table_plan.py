@@ -1,0 +1,462 @@
+"""Training the tables that a model looks up itself: which they are, and how rows move.
+
+`plan_tables` takes the tables out of a tree of parameters. In a training step their ids are
+found first (`shardjax.embed.noting`), then the rows of all ids are read once, as a block
+[ids, dim] (`shardjax.embed.in_graph`); the loss is differentiated with respect to its
+parameters and to the block; and the row optimizers move the rows named.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from shardjax.embed.in_graph import (
+    BAD,
+    PADDING,
+    BlockRows,
+    NotedRows,
+    RowBlock,
+    TableHandle,
+    first_places,
+    lookup as lookup,
+    read_rows,
+)
+from shardjax.embed.noting import noted_ids
+from shardjax.embed.optimizers import RowOptimizer, split_state
+from shardjax.partition import leaf_path
+
+
+@dataclass(frozen=True)
+class TableLeaf:
+    """A table among the parameters.
+
+    Attributes:
+      path: of the leaf.
+      shape: [..., rows, dim]; leading dims are those of layers.
+      dtype: of the rows.
+      optimizer: of the rows.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    optimizer: RowOptimizer
+
+    @property
+    def rows(self) -> int:
+        """Rows in all layers."""
+        return int(np.prod(self.shape[:-1]))
+
+    @property
+    def dim(self) -> int:
+        """Numbers per row."""
+        return self.shape[-1]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TableState:
+    """A table in training, split over devices by blocks of rows. Donate it to the step."""
+
+    rows: jax.Array  # [padded rows, dim]
+    row_state: list[jax.Array]  # per-row leaves of the optimizer, [padded rows, ...]
+    shared: list[jax.Array]  # other leaves of the optimizer; on all devices
+    places: jax.Array  # int32 [devices * rows], of an id among those of a device
+    merged: jax.Array  # int32 [padded rows], of a row among what a device is sent
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowGradients:
+    """Gradients of rows; leading dims of the fields (of microbatches, say) are joined."""
+
+    ids: jax.Array  # int32 [ids], -1 for none
+    grads: jax.Array  # [ids, dim]
+    bad_ids: jax.Array  # int32 [], ids outside of the table that this device met
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """The tables among the parameters of a model; plain data, made by `plan_tables`.
+
+    Attributes:
+      leaves: the tables.
+      mesh: the devices, None for one.
+      axes: mesh axes that rows and batch are split over.
+    """
+
+    leaves: tuple[TableLeaf, ...]
+    mesh: Mesh | None
+    axes: tuple[str, ...]
+
+    @property
+    def parts(self) -> int:
+        """Devices that rows are split over."""
+        if self.mesh is None:
+            return 1
+        return int(np.prod([self.mesh.shape[axis] for axis in self.axes]))
+
+    def split(self, params: PyTree) -> PyTree:
+        """The parameters with None for each table."""
+        paths = {leaf.path for leaf in self.leaves}
+
+        def keep(path, x):
+            return None if leaf_path(path) in paths else x
+
+        return jax.tree_util.tree_map_with_path(keep, params)
+
+    def insert(self, params: PyTree, values: Mapping[str, Any]) -> PyTree:
+        """The parameters of `split` with a value for each table, by path."""
+
+        def fill(path, x):
+            return values.get(leaf_path(path), x) if x is None else x
+
+        return jax.tree_util.tree_map_with_path(
+            fill, params, is_leaf=lambda x: x is None
+        )
+
+    def specs(self) -> dict[str, TableState]:
+        """A PartitionSpec per leaf of the state of the tables."""
+        split: Any = jax.P(self.axes) if self.mesh is not None else jax.P()
+        whole: Any = jax.P()
+        return {
+            leaf.path: TableState(
+                split,
+                [split] * leaf.optimizer.is_row.count(True),
+                [whole] * leaf.optimizer.is_row.count(False),
+                split,
+                split,
+            )
+            for leaf in self.leaves
+        }
+
+    def shardings(self) -> Any:
+        """A NamedSharding per leaf of the state, None without a mesh."""
+        mesh = self.mesh
+        if mesh is None:
+            return None
+        return jax.tree.map(
+            lambda spec: jax.NamedSharding(mesh, spec),
+            self.specs(),
+            is_leaf=lambda x: isinstance(x, jax.P),
+        )
+
+    def init(self, params: PyTree) -> dict[str, TableState]:
+        """The state of the tables before the first step: copies, to be donated.
+
+        Args:
+          params: with the tables, as planned for.
+        """
+        values = _by_path(params)
+        tables = {leaf.path: values[leaf.path] for leaf in self.leaves}
+
+        def init(tables):
+            return {
+                leaf.path: self._init(leaf, tables[leaf.path]) for leaf in self.leaves
+            }
+
+        return jax.jit(init, out_shardings=self.shardings())(tables)
+
+    def _init(self, leaf: TableLeaf, table: jax.Array) -> TableState:
+        rows = table.reshape(leaf.rows, leaf.dim)
+        rows = jnp.pad(rows, ((0, -leaf.rows % self.parts), (0, 0)))
+        row_state, shared = leaf.optimizer.init(rows)
+        places = jnp.zeros(self.parts * leaf.rows, jnp.int32)
+        merged = jnp.zeros(rows.shape[0], jnp.int32)
+        return TableState(jnp.copy(rows), row_state, shared, places, merged)
+
+    def join(self, params: PyTree, tables: Mapping[str, TableState]) -> PyTree:
+        """The parameters of `split` with the tables in their place again."""
+        return self.insert(
+            params,
+            {
+                leaf.path: tables[leaf.path].rows[: leaf.rows].reshape(leaf.shape)
+                for leaf in self.leaves
+            },
+        )
+
+    def gather(
+        self, fn: Callable[..., Any], tables: Mapping[str, TableState], *args
+    ) -> tuple[dict[str, RowBlock], dict[str, TableState]]:
+        """Reads the rows that a function is going to look up.
+
+        Inside jit and, over a mesh, inside `jax.shard_map`.
+
+        Args:
+          fn: `fn(handles, *args)`, handles by path, for `insert`.
+          tables: their state.
+          *args: pytrees of arrays; of this device.
+
+        Returns:
+          A block per table, and the tables for the next call: only their `places` differ.
+        """
+        handles = {
+            leaf.path: _handle(leaf, NotedRows(leaf.path, leaf.dim, leaf.dtype))
+            for leaf in self.leaves
+        }
+        found = noted_ids(lambda *args: fn(handles, *args), *args)
+        blocks, after = {}, dict(tables)
+        for leaf in self.leaves:
+            ids = [x.reshape(-1) for x in found.get(leaf.path, [])]
+            if not sum(map(len, ids)):
+                ids = [jnp.full(1, PADDING, jnp.int32)]
+            ids = jnp.concatenate(ids)
+            block = self._read(leaf, tables[leaf.path], ids)
+            blocks[leaf.path] = block
+            after[leaf.path] = replace(tables[leaf.path], places=block.places)
+        return blocks, after
+
+    def _read(self, leaf: TableLeaf, table: TableState, ids: jax.Array) -> RowBlock:
+        first, places = first_places(table.places, ids)
+        wanted = jnp.where(first, ids, PADDING)
+        rows = _widened(self._fetch(table.rows, wanted))
+        return RowBlock(ids, wanted, places, rows)
+
+    def _fetch(self, local_rows: jax.Array, wanted: jax.Array) -> jax.Array:
+        if self.parts == 1:
+            return read_rows(local_rows, wanted, 0)
+        everyone = jax.lax.all_gather(wanted, self.axes, tiled=True)
+        rows = read_rows(local_rows, self._own(local_rows, everyone), 0)
+        return jax.lax.psum_scatter(rows, self.axes, tiled=True)
+
+    def _own(self, local_rows: jax.Array, ids: jax.Array) -> jax.Array:
+        """Rows of this device by id, negative for those of others."""
+        count = local_rows.shape[0]
+        here = ids - jax.lax.axis_index(self.axes) * count
+        return jnp.where((ids >= 0) & (here >= 0) & (here < count), here, PADDING)
+
+    def handles(
+        self, blocks: Mapping[str, RowBlock], rows: Mapping[str, jax.Array]
+    ) -> dict[str, "TableHandle"]:
+        """What stands for the tables where rows are differentiated by.
+
+        Args:
+          blocks: of `gather`.
+          rows: those of the blocks, by path.
+        """
+        return {
+            leaf.path: _handle(
+                leaf, BlockRows(blocks[leaf.path], rows[leaf.path], leaf.dtype)
+            )
+            for leaf in self.leaves
+        }
+
+    def row_gradients(
+        self, blocks: Mapping[str, RowBlock], grads: Mapping[str, jax.Array]
+    ) -> dict[str, RowGradients]:
+        """What `update` takes, of gradients with respect to the rows of blocks."""
+        return {
+            path: RowGradients(
+                block.wanted, grads[path], jnp.sum(block.ids == BAD, dtype=jnp.int32)
+            )
+            for path, block in blocks.items()
+        }
+
+    def value_and_grad(self, loss: Callable[..., Any], has_aux: bool = False):
+        """Like `jax.value_and_grad`, for a loss whose parameters have tables.
+
+        Args:
+          loss: `loss(params, *args)`, with handles in the place of tables.
+          has_aux: whether it returns (value, anything else).
+
+        Returns:
+          `f(params, tables, *args) -> (value, grads, row_grads, tables)`, to call in jit:
+          `params` are those of `split` and `grads` theirs; `row_grads` and the tables are
+          what `update` takes, which has to see the gradients of all microbatches at once
+          (`jax.lax.scan` stacks them; the tables go through its carry).
+        """
+
+        def run(params, tables, *args):
+            def whole(handles, params, *args):
+                return loss(self.insert(params, handles), *args)
+
+            blocks, tables = self.gather(whole, tables, params, *args)
+
+            def of(params, rows):
+                return whole(self.handles(blocks, rows), params, *args)
+
+            rows = {path: block.rows for path, block in blocks.items()}
+            grad = jax.value_and_grad(of, (0, 1), has_aux=has_aux)
+            value, (grads, row_grads) = grad(params, rows)
+            return value, grads, self.row_gradients(blocks, row_grads), tables
+
+        return run
+
+    def update(
+        self,
+        tables: Mapping[str, TableState],
+        row_grads: Mapping[str, RowGradients],
+        finite: jax.Array | None = None,
+    ) -> dict[str, TableState]:
+        """Moves rows by their gradients: one step of the row optimizers.
+
+        Inside jit and, over a mesh, inside `jax.shard_map`. A row's gradients, from
+        whichever lookup, microbatch or device, are summed first.
+
+        Args:
+          tables: their state; donate it.
+          row_grads: of `row_gradients` or `value_and_grad`.
+          finite: bool [], False to leave everything as it is; None for True.
+        """
+        return {
+            leaf.path: self._update(
+                leaf, tables[leaf.path], row_grads[leaf.path], finite
+            )
+            for leaf in self.leaves
+        }
+
+    def _update(
+        self, leaf: TableLeaf, table: TableState, grads: RowGradients, finite
+    ) -> TableState:
+        ids, sums, merged = grads.ids, grads.grads, table.merged
+        unique = ids.ndim == 1 and self.parts == 1
+        ids, sums = ids.reshape(-1), sums.reshape(-1, leaf.dim)
+        if self.parts > 1:
+            ids = jax.lax.all_gather(ids, self.axes, tiled=True)
+            sums = jax.lax.all_gather(sums, self.axes, tiled=True)
+            ids = self._own(table.rows, ids)
+        if not unique:
+            first, merged = first_places(merged, ids)
+            place = jnp.where(ids < 0, len(ids), read_rows(merged, ids, 0))
+            sums = jnp.zeros_like(sums).at[place].add(sums, mode="drop")
+            ids = jnp.where(first, ids, PADDING)
+        keep = ids >= 0 if finite is None else (ids >= 0) & finite
+        count = table.rows.shape[0]
+        # out of range, where nothing is written, yet each another
+        slots = jnp.where(keep, ids, count + jnp.arange(len(ids), dtype=jnp.int32))
+        read = partial(_read_slots, slots=slots)
+        rows, row_state, shared = leaf.optimizer.update(
+            sums.astype(leaf.dtype),
+            [read(x) for x in table.row_state],
+            table.shared,
+            read(table.rows),
+        )
+        if finite is not None:
+            shared = [
+                jnp.where(finite, new, old)
+                for new, old in zip(shared, table.shared, strict=True)
+            ]
+
+        def write(old, new):
+            return old.at[slots].set(
+                new.astype(old.dtype), mode="drop", unique_indices=True
+            )
+
+        return TableState(
+            write(table.rows, rows),
+            [write(*x) for x in zip(table.row_state, row_state, strict=True)],
+            shared,
+            table.places,
+            merged,
+        )
+
+
+def _read_slots(x: jax.Array, slots: jax.Array) -> jax.Array:
+    return x.at[slots].get(mode="fill", fill_value=0, unique_indices=True)
+
+
+def _widened(rows: jax.Array) -> jax.Array:
+    """In float32 at least: gradients of duplicates are summed in the dtype of the rows."""
+    return rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+
+
+def _handle(leaf: TableLeaf, source) -> TableHandle:
+    *layers, rows, dim = leaf.shape
+    first = np.arange(int(np.prod(layers)), dtype=np.int32).reshape(layers) * rows
+    return TableHandle(jnp.asarray(first, jnp.int32), (rows, dim), source)
+
+
+def _by_path(params: PyTree) -> dict[str, Any]:
+    return {leaf_path(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
+
+
+def plan_tables(
+    params: PyTree,
+    paths: Sequence[str],
+    optimizer: optax.GradientTransformation
+    | Mapping[str, optax.GradientTransformation],
+    *,
+    mesh: Mesh | None = None,
+    axes: Sequence[str] | None = None,
+) -> TablePlan:
+    """Plans the tables of a model: those that it looks up with ids of its own.
+
+    Args:
+      params: the parameters or their shapes.
+      paths: of the tables among them: `table_paths(model)`, or written like "user/embedding".
+        Each is an array [rows, dim]; leading dims are those of stacked layers.
+      optimizer: of the rows, one for all tables or one per path: any optax transformation
+        that works row by row. Rows that a step does not look up do not move.
+      mesh: devices whose memory the rows are split over. The step then runs inside
+        `jax.shard_map`, each device on its part of the batch; None for one device and a
+        plain `jax.jit`.
+      axes: mesh axes to split over, None for all.
+
+    Raises:
+      TypeError: for `paths` that are a string, or a table that is no array of floats.
+      ValueError: for a path that is not there, or there twice, a table that has no rows and
+        dim or 2**31 rows, an optimizer that is missing or belongs to no table, or an axis
+        that the mesh lacks.
+      RowOptimizerError: for an optimizer that does not work row by row.
+
+    Example:
+      >>> params = {"item": jnp.ones((5, 2)), "w": jnp.ones(2)}
+      >>> plan = plan_tables(params, ["item"], optax.sgd(0.5))
+      >>> dense, tables = plan.split(params), plan.init(params)
+      >>> def loss(params, ids):
+      ...   return jnp.sum(lookup(params["item"], ids) @ params["w"])
+      >>> @partial(jax.jit, donate_argnums=1)
+      ... def step(dense, tables, ids):
+      ...   value, grads, rows, tables = plan.value_and_grad(loss)(dense, tables, ids)
+      ...   return value, grads, plan.update(tables, rows)
+      >>> value, grads, tables = step(dense, tables, jnp.array([3, 1, 3]))
+      >>> plan.join(dense, tables)["item"][:, 0]
+      Array([1. , 0.5, 1. , 0. , 1. ], dtype=float32)
+    """
+    if isinstance(paths, str):
+        raise TypeError(f"`paths` must be a sequence of paths, got {paths!r}")
+    leaves = _by_path(params)
+    if len(set(paths)) != len(paths):
+        raise ValueError(f"`paths` must name each table once, got {list(paths)}")
+    if isinstance(optimizer, Mapping) and set(optimizer) != set(paths):
+        raise ValueError(
+            f"`optimizer` must have one for each of the tables {sorted(paths)}, got those"
+            f" of {sorted(optimizer)}"
+        )
+    if mesh is not None:
+        axes = tuple(mesh.axis_names if axes is None else axes)
+        if missing := [axis for axis in axes if axis not in mesh.axis_names]:
+            raise ValueError(
+                f"`axes` must be axes of the mesh, {mesh.axis_names}, got {missing}"
+            )
+    elif axes:
+        raise ValueError(f"`axes` are those of a mesh, got {axes} without one")
+
+    def plan(path: str) -> TableLeaf:
+        if path not in leaves:
+            raise ValueError(
+                f"no parameter has the path {path!r} of a table; there are {list(leaves)}"
+            )
+        x = leaves[path]
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"the table {path!r} must hold floats, got {x.dtype}")
+        rows = int(np.prod(x.shape[:-1]))
+        if len(x.shape) < 2 or 0 in x.shape or rows >= 2**31:
+            raise ValueError(
+                f"the table {path!r} must have the shape [rows, dim], or [layers, rows,"
+                f" dim], of at least 1 and less than 2**31 rows, got {list(x.shape)}"
+            )
+        tx: Any = optimizer[path] if isinstance(optimizer, Mapping) else optimizer
+        dtype = jnp.dtype(x.dtype)
+        row_optimizer = split_state(tx, x.shape[-1], dtype, path)
+        return TableLeaf(path, tuple(x.shape), dtype, row_optimizer)
+
+    return TablePlan(tuple(map(plan, paths)), mesh, tuple(axes or ()))
