@@ -104,7 +104,7 @@ class Embed(nnx.Embed):
           ValueError: for ids that are no integers.
         """
         table: Any = self.embedding.get_value()
-        read = partial(lookup, padding_id=self.padding_id, bad_ids=self.bad_ids)
+        read: Any = partial(lookup, padding_id=self.padding_id, bad_ids=self.bad_ids)
         if out_sharding is not None:
             read = jax.sharding.auto_axes(read, out_sharding=out_sharding)
         (rows,) = self.promote_dtype(

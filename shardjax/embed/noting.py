@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, partial_eval
 
@@ -22,7 +23,7 @@ _note = Primitive("note_rows")
 @_note.def_abstract_eval
 def _abstract(ids, *, table, dim, dtype):
     del table
-    return jax.core.ShapedArray((*ids.shape, dim), dtype)
+    return ShapedArray((*ids.shape, dim), jnp.dtype(dtype))
 
 
 def _batch(arguments, dims, **params):

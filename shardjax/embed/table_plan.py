@@ -198,6 +198,7 @@ class TablePlan:
         Returns:
           A block per table, and the tables for the next call: only their `places` differ.
         """
+        self._check_inside()
         handles = {
             leaf.path: _handle(leaf, NotedRows(leaf.path, leaf.dim, leaf.dtype))
             for leaf in self.leaves
@@ -213,6 +214,16 @@ class TablePlan:
             blocks[leaf.path] = block
             after[leaf.path] = replace(tables[leaf.path], places=block.places)
         return blocks, after
+
+    def _check_inside(self) -> None:
+        try:
+            jax.lax.axis_size(self.axes)
+        except NameError as e:
+            raise ValueError(
+                f"tables that are split over the mesh axes {self.axes} must be used inside"
+                " jax.shard_map over them, each device with its part of the batch, with"
+                " `plan.specs()` for the tables. Or let `make_model_step` do it"
+            ) from e
 
     def _read(self, leaf: TableLeaf, table: TableState, ids: jax.Array) -> RowBlock:
         first, places = first_places(table.places, ids)

@@ -50,7 +50,7 @@ def make_gradients(
                 key = jax.random.fold_in(key, number)
                 more["key"] = jax.random.fold_in(key, index)
             full = plan.tree(in_compute_dtype(plan, trained, params))
-            total, weight = _checked(loss(full, batch, **more))
+            total, weight = checked_loss(loss(full, batch, **more))
             # scaled before the backward pass, in which small numbers get lost
             share = 1.0 if scale is None else scale / jnp.maximum(weight, 1.0)
             return total * share, (total, weight, share)
@@ -79,7 +79,7 @@ def make_gradients(
     specs, grad_specs = manual_specs(plan)
 
     def gradients(params, batch, step, scale=None):
-        _check_batch(plan, batch, microbatches)
+        check_batch(plan, batch, microbatches)
         value, weight, grads = jax.shard_map(
             local,
             mesh=plan.mesh,
@@ -93,7 +93,13 @@ def make_gradients(
     return gradients
 
 
-def _checked(result):
+def checked_loss(result) -> tuple[jax.Array, ...]:
+    """What a loss returned, as two float32 [].
+
+    Raises:
+      TypeError: if one is no number.
+      ValueError: for anything else than (loss_sum, weight).
+    """
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(
             "the loss must return (loss_sum, weight), two numbers, got"
@@ -139,7 +145,12 @@ def _accumulate(one, batch, microbatches: int):
     return jax.lax.scan(body, zeros, (parts, jnp.arange(microbatches)))[0]
 
 
-def _check_batch(plan: ZeroPlan, batch, microbatches: int) -> None:
+def check_batch(plan: ZeroPlan, batch, microbatches: int) -> None:
+    """Refuses a batch that devices and microbatches do not divide.
+
+    Raises:
+      ValueError: naming the leaf.
+    """
     pieces = plan.parts * microbatches
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         size = x.shape[0] if x.ndim else None
