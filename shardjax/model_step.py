@@ -167,7 +167,13 @@ def make_model_step(
         ), info
 
     wanted = abstract_state(zero)
-    check = StateCheck({"params": wanted.params, "opt_state": wanted.opt_state})
+    check = StateCheck(
+        {
+            "params": wanted.params,
+            "opt_state": wanted.opt_state,
+            "tables": tables.abstract(),
+        }
+    )
 
     def step(state: ModelState, batch):
         state, info = run(check(state), batch)

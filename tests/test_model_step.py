@@ -14,6 +14,7 @@ from tests.embed.test_programs import SLOTS, table_sized
 from tests.helpers import collectives
 
 USERS, ITEMS, DIM, BATCH = 13, 50, 8, 16
+ADAGRAD = optax.adagrad(0.1)
 
 
 class TwoTower(nnx.Module):
@@ -138,7 +139,7 @@ def dense():
 )
 def test_two_towers_train_as_with_nnx_embed(dense, shape, stage, microbatches):
     step, state, tables = make_training(
-        sj.make_mesh(shape), stage, optax.adagrad(0.1), microbatches=microbatches
+        sj.make_mesh(shape), stage, ADAGRAD, microbatches=microbatches
     )
     for seed, value in zip((0, 1, 0), dense[0], strict=True):
         state, info = step(state, make_batch(seed))
@@ -151,7 +152,7 @@ def test_two_towers_train_as_with_nnx_embed(dense, shape, stage, microbatches):
 
 
 def test_bad_ids_are_counted_and_make_the_loss_nan():
-    step, state, _ = make_training(sj.make_mesh("2x1"), 0, optax.adagrad(0.1))
+    step, state, _ = make_training(sj.make_mesh("2x1"), 0, ADAGRAD)
     batch = make_batch()
     batch["item"][[0, 9]] = ITEMS, -1
     state, info = step(state, batch)
@@ -201,6 +202,13 @@ def test_no_operation_is_as_large_as_a_table(shape):
     found = collectives(compiled)
     assert found["all-to-all"] == 0
     assert (mesh.size == 1) == (found["reduce-scatter"] + found["all-gather"] == 0)
+
+
+def test_tables_of_another_mesh_are_refused():
+    step, _, _ = make_training(sj.make_mesh("2x1"), 0, ADAGRAD)
+    _, state, _ = make_training(sj.make_mesh("1x1"), 0, ADAGRAD)
+    with pytest.raises(ValueError, match="same plan"):
+        step(state, make_batch())
 
 
 def test_what_does_not_fit_together_is_refused():

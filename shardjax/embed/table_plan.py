@@ -8,7 +8,6 @@ parameters and to the block; and the row optimizers move the rows named.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,68 +18,24 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from shardjax.embed.in_graph import (
-    BAD,
     PADDING,
     BlockRows,
     NotedRows,
     RowBlock,
     TableHandle,
-    first_places,
-    lookup as lookup,
-    read_rows,
 )
 from shardjax.embed.noting import noted_ids
-from shardjax.embed.optimizers import RowOptimizer, split_state
+from shardjax.embed.optimizers import split_state
+from shardjax.embed.table_state import (
+    RowGradients as RowGradients,
+    TableLeaf as TableLeaf,
+    TableState as TableState,
+    block_gradients,
+    init_table,
+    move_rows,
+    read_block,
+)
 from shardjax.partition import leaf_path
-
-
-@dataclass(frozen=True)
-class TableLeaf:
-    """A table among the parameters.
-
-    Attributes:
-      path: of the leaf.
-      shape: [..., rows, dim]; leading dims are those of layers.
-      dtype: of the rows.
-      optimizer: of the rows.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    optimizer: RowOptimizer
-
-    @property
-    def rows(self) -> int:
-        """Rows in all layers."""
-        return int(np.prod(self.shape[:-1]))
-
-    @property
-    def dim(self) -> int:
-        """Numbers per row."""
-        return self.shape[-1]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TableState:
-    """A table in training, split over devices by blocks of rows. Donate it to the step."""
-
-    rows: jax.Array  # [padded rows, dim]
-    row_state: list[jax.Array]  # per-row leaves of the optimizer, [padded rows, ...]
-    shared: list[jax.Array]  # other leaves of the optimizer; on all devices
-    places: jax.Array  # int32 [devices * rows], of an id among those of a device
-    merged: jax.Array  # int32 [padded rows], of a row among what a device is sent
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class RowGradients:
-    """Gradients of rows; leading dims of the fields (of microbatches, say) are joined."""
-
-    ids: jax.Array  # int32 [ids], -1 for none
-    grads: jax.Array  # [ids, dim]
-    bad_ids: jax.Array  # int32 [], ids outside of the table that this device met
 
 
 @dataclass(frozen=True)
@@ -103,6 +58,11 @@ class TablePlan:
         if self.mesh is None:
             return 1
         return int(np.prod([self.mesh.shape[axis] for axis in self.axes]))
+
+    @property
+    def _exchanged(self) -> tuple[str, ...]:
+        """Axes over which rows are exchanged, none where there is one device."""
+        return self.axes if self.parts > 1 else ()
 
     def split(self, params: PyTree) -> PyTree:
         """The parameters with None for each table."""
@@ -149,6 +109,22 @@ class TablePlan:
             is_leaf=lambda x: isinstance(x, jax.P),
         )
 
+    def abstract(self) -> dict[str, TableState]:
+        """Shapes, dtypes and, over a mesh, shardings of the state."""
+
+        def init(leaf: TableLeaf):
+            like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            return jax.eval_shape(lambda x: init_table(leaf, x, self.parts), like)
+
+        shapes = {leaf.path: init(leaf) for leaf in self.leaves}
+        if self.mesh is None:
+            return shapes
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            shapes,
+            self.shardings(),
+        )
+
     def init(self, params: PyTree) -> dict[str, TableState]:
         """The state of the tables before the first step: copies, to be donated.
 
@@ -160,18 +136,11 @@ class TablePlan:
 
         def init(tables):
             return {
-                leaf.path: self._init(leaf, tables[leaf.path]) for leaf in self.leaves
+                leaf.path: init_table(leaf, tables[leaf.path], self.parts)
+                for leaf in self.leaves
             }
 
         return jax.jit(init, out_shardings=self.shardings())(tables)
-
-    def _init(self, leaf: TableLeaf, table: jax.Array) -> TableState:
-        rows = table.reshape(leaf.rows, leaf.dim)
-        rows = jnp.pad(rows, ((0, -leaf.rows % self.parts), (0, 0)))
-        row_state, shared = leaf.optimizer.init(rows)
-        places = jnp.zeros(self.parts * leaf.rows, jnp.int32)
-        merged = jnp.zeros(rows.shape[0], jnp.int32)
-        return TableState(jnp.copy(rows), row_state, shared, places, merged)
 
     def join(self, params: PyTree, tables: Mapping[str, TableState]) -> PyTree:
         """The parameters of `split` with the tables in their place again."""
@@ -210,39 +179,20 @@ class TablePlan:
             if not sum(map(len, ids)):
                 ids = [jnp.full(1, PADDING, jnp.int32)]
             ids = jnp.concatenate(ids)
-            block = self._read(leaf, tables[leaf.path], ids)
+            block = read_block(tables[leaf.path], ids, self._exchanged)
             blocks[leaf.path] = block
             after[leaf.path] = replace(tables[leaf.path], places=block.places)
         return blocks, after
 
     def _check_inside(self) -> None:
         try:
-            jax.lax.axis_size(self.axes)
+            jax.lax.axis_size(self._exchanged)
         except NameError as e:
             raise ValueError(
                 f"tables that are split over the mesh axes {self.axes} must be used inside"
                 " jax.shard_map over them, each device with its part of the batch, with"
                 " `plan.specs()` for the tables. Or let `make_model_step` do it"
             ) from e
-
-    def _read(self, leaf: TableLeaf, table: TableState, ids: jax.Array) -> RowBlock:
-        first, places = first_places(table.places, ids)
-        wanted = jnp.where(first, ids, PADDING)
-        rows = _widened(self._fetch(table.rows, wanted))
-        return RowBlock(ids, wanted, places, rows)
-
-    def _fetch(self, local_rows: jax.Array, wanted: jax.Array) -> jax.Array:
-        if self.parts == 1:
-            return read_rows(local_rows, wanted, 0)
-        everyone = jax.lax.all_gather(wanted, self.axes, tiled=True)
-        rows = read_rows(local_rows, self._own(local_rows, everyone), 0)
-        return jax.lax.psum_scatter(rows, self.axes, tiled=True)
-
-    def _own(self, local_rows: jax.Array, ids: jax.Array) -> jax.Array:
-        """Rows of this device by id, negative for those of others."""
-        count = local_rows.shape[0]
-        here = ids - jax.lax.axis_index(self.axes) * count
-        return jnp.where((ids >= 0) & (here >= 0) & (here < count), here, PADDING)
 
     def handles(
         self, blocks: Mapping[str, RowBlock], rows: Mapping[str, jax.Array]
@@ -265,10 +215,7 @@ class TablePlan:
     ) -> dict[str, RowGradients]:
         """What `update` takes, of gradients with respect to the rows of blocks."""
         return {
-            path: RowGradients(
-                block.wanted, grads[path], jnp.sum(block.ids == BAD, dtype=jnp.int32)
-            )
-            for path, block in blocks.items()
+            path: block_gradients(block, grads[path]) for path, block in blocks.items()
         }
 
     def value_and_grad(self, loss: Callable[..., Any], has_aux: bool = False):
@@ -318,65 +265,15 @@ class TablePlan:
           finite: bool [], False to leave everything as it is; None for True.
         """
         return {
-            leaf.path: self._update(
-                leaf, tables[leaf.path], row_grads[leaf.path], finite
+            leaf.path: move_rows(
+                leaf,
+                tables[leaf.path],
+                row_grads[leaf.path],
+                self._exchanged,
+                finite,
             )
             for leaf in self.leaves
         }
-
-    def _update(
-        self, leaf: TableLeaf, table: TableState, grads: RowGradients, finite
-    ) -> TableState:
-        ids, sums, merged = grads.ids, grads.grads, table.merged
-        unique = ids.ndim == 1 and self.parts == 1
-        ids, sums = ids.reshape(-1), sums.reshape(-1, leaf.dim)
-        if self.parts > 1:
-            ids = jax.lax.all_gather(ids, self.axes, tiled=True)
-            sums = jax.lax.all_gather(sums, self.axes, tiled=True)
-            ids = self._own(table.rows, ids)
-        if not unique:
-            first, merged = first_places(merged, ids)
-            place = jnp.where(ids < 0, len(ids), read_rows(merged, ids, 0))
-            sums = jnp.zeros_like(sums).at[place].add(sums, mode="drop")
-            ids = jnp.where(first, ids, PADDING)
-        keep = ids >= 0 if finite is None else (ids >= 0) & finite
-        count = table.rows.shape[0]
-        # out of range, where nothing is written, yet each another
-        slots = jnp.where(keep, ids, count + jnp.arange(len(ids), dtype=jnp.int32))
-        read = partial(_read_slots, slots=slots)
-        rows, row_state, shared = leaf.optimizer.update(
-            sums.astype(leaf.dtype),
-            [read(x) for x in table.row_state],
-            table.shared,
-            read(table.rows),
-        )
-        if finite is not None:
-            shared = [
-                jnp.where(finite, new, old)
-                for new, old in zip(shared, table.shared, strict=True)
-            ]
-
-        def write(old, new):
-            return old.at[slots].set(
-                new.astype(old.dtype), mode="drop", unique_indices=True
-            )
-
-        return TableState(
-            write(table.rows, rows),
-            [write(*x) for x in zip(table.row_state, row_state, strict=True)],
-            shared,
-            table.places,
-            merged,
-        )
-
-
-def _read_slots(x: jax.Array, slots: jax.Array) -> jax.Array:
-    return x.at[slots].get(mode="fill", fill_value=0, unique_indices=True)
-
-
-def _widened(rows: jax.Array) -> jax.Array:
-    """In float32 at least: gradients of duplicates are summed in the dtype of the rows."""
-    return rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
 
 
 def _handle(leaf: TableLeaf, source) -> TableHandle:
@@ -414,20 +311,21 @@ def plan_tables(
     Raises:
       TypeError: for `paths` that are a string, or a table that is no array of floats.
       ValueError: for a path that is not there, or there twice, a table that has no rows and
-        dim or 2**31 rows, an optimizer that is missing or belongs to no table, or an axis
-        that the mesh lacks.
+        dim or more than 2**30 rows, an optimizer that is missing or belongs to no table, or
+        an axis that the mesh lacks.
       RowOptimizerError: for an optimizer that does not work row by row.
 
     Example:
+      >>> from shardjax.embed.in_graph import lookup
       >>> params = {"item": jnp.ones((5, 2)), "w": jnp.ones(2)}
       >>> plan = plan_tables(params, ["item"], optax.sgd(0.5))
       >>> dense, tables = plan.split(params), plan.init(params)
       >>> def loss(params, ids):
       ...   return jnp.sum(lookup(params["item"], ids) @ params["w"])
-      >>> @partial(jax.jit, donate_argnums=1)
-      ... def step(dense, tables, ids):
+      >>> def step(dense, tables, ids):
       ...   value, grads, rows, tables = plan.value_and_grad(loss)(dense, tables, ids)
       ...   return value, grads, plan.update(tables, rows)
+      >>> step = jax.jit(step, donate_argnums=1)
       >>> value, grads, tables = step(dense, tables, jnp.array([3, 1, 3]))
       >>> plan.join(dense, tables)["item"][:, 0]
       Array([1. , 0.5, 1. , 0. , 1. ], dtype=float32)
@@ -460,10 +358,10 @@ def plan_tables(
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"the table {path!r} must hold floats, got {x.dtype}")
         rows = int(np.prod(x.shape[:-1]))
-        if len(x.shape) < 2 or 0 in x.shape or rows >= 2**31:
+        if len(x.shape) < 2 or 0 in x.shape or rows > 2**30:
             raise ValueError(
                 f"the table {path!r} must have the shape [rows, dim], or [layers, rows,"
-                f" dim], of at least 1 and less than 2**31 rows, got {list(x.shape)}"
+                f" dim], of 1 to 2**30 rows, got {list(x.shape)}"
             )
         tx: Any = optimizer[path] if isinstance(optimizer, Mapping) else optimizer
         dtype = jnp.dtype(x.dtype)

@@ -40,8 +40,10 @@ class Towers(nn.Module):
 def test_towers_train_as_those_of_flax():
     users, ids = jnp.array([3, 3, 0]), jnp.array([11, 2, 2])
     own, theirs = Towers(linen.Embed), Towers(nn.Embed)
-    params = own.init(jax.random.key(0), users, ids)["params"]
-    same = theirs.init(jax.random.key(0), users, ids)["params"]
+    params, same = (
+        jax.jit(model.init)(jax.random.key(0), users, ids)["params"]
+        for model in (own, theirs)
+    )
     jax.tree.map(
         np.testing.assert_array_equal, jax.tree.leaves(params), jax.tree.leaves(same)
     )
@@ -55,14 +57,13 @@ def test_towers_train_as_those_of_flax():
 
         return loss
 
-    grads = jax.grad(make_loss(theirs))(same, users, ids)
+    grads = jax.jit(jax.grad(make_loss(theirs)))(same, users, ids)
     wanted = jax.tree.map(lambda p, g: p - 0.5 * g, same, grads)
     dense = plan.split(params)
-    _, grads, rows, tables = plan.value_and_grad(make_loss(own))(
-        dense, plan.init(params), users, ids
-    )
+    step = jax.jit(plan.value_and_grad(make_loss(own)))
+    _, grads, rows, tables = step(dense, plan.init(params), users, ids)
     dense = jax.tree.map(lambda p, g: p - 0.5 * g, dense, grads)
-    got = plan.join(dense, plan.update(tables, rows))
+    got = plan.join(dense, jax.jit(plan.update)(tables, rows))
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
@@ -71,9 +72,25 @@ def test_bags_pool_rows():
     layer = linen.EmbeddingBag(ROWS, DIM, combiner="mean", padding_id=-1)
     ids = jnp.array([[3, 5], [-1, 2], [-1, -1]])
     variables = layer.init(jax.random.key(0), ids)
-    table = variables["params"]["embedding"]
-    wanted = jnp.stack([(table[3] + table[5]) / 2, table[2], jnp.zeros(DIM)])
+    table = jnp.asarray(variables["params"]["embedding"])
+    wanted = [table[jnp.array([3, 5])].mean(0), table[2], np.zeros(DIM)]
     np.testing.assert_allclose(layer.apply(variables, ids), wanted, rtol=1e-6)
+
+
+def test_a_tied_head_is_refused_in_a_step():
+    class Tied(linen.Embed):
+        def __call__(self, ids):
+            return self.attend(super().__call__(ids))
+
+    model, ids = Tied(ROWS, DIM), jnp.arange(2)
+    params = model.init(jax.random.key(0), ids)["params"]
+    plan = plan_tables(params, linen.table_paths(model, ids), optax.sgd(0.5))
+
+    def loss(params):
+        return model.apply({"params": params}, ids).sum()
+
+    with pytest.raises(TypeError, match="tied output head.*sparse=False"):
+        plan.value_and_grad(loss)(plan.split(params), plan.init(params))
 
 
 def test_words_that_mean_nothing_are_refused():

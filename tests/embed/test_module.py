@@ -191,14 +191,14 @@ def test_tied_tables_are_left_to_the_dense_optimizer_or_refused():
         return plan, params, loss
 
     plan, params, loss = split_loss(tied(sparse=False))
-    grads = jax.grad(loss)(params)
-    _, dense, rows, tables = plan.value_and_grad(loss)(
+    grads = jax.jit(jax.grad(loss))(params)
+    _, dense, rows, tables = jax.jit(plan.value_and_grad(loss))(
         plan.split(params), plan.init(params)
     )
     np.testing.assert_allclose(
         dense["token"]["embedding"][...], grads["token"]["embedding"][...], rtol=1e-5
     )
-    moved = plan.join(plan.split(params), plan.update(tables, rows))
+    moved = plan.join(plan.split(params), jax.jit(plan.update)(tables, rows))
     np.testing.assert_allclose(
         moved["user"]["embedding"][...],
         params["user"]["embedding"][...] - grads["user"]["embedding"][...],

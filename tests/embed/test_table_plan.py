@@ -161,7 +161,7 @@ def test_bad_ids_are_counted_and_never_train():
     value, grads, rows, tables = grad(dense, tables, ids)
     assert np.isnan(value) and np.isnan(grads["w"]).all()
     assert int(rows["t"].bad_ids) == 3
-    after = plan.update(tables, rows)["t"].rows
+    after = jax.jit(plan.update)(tables, rows)["t"].rows
     assert np.isfinite(after).all()
     np.testing.assert_array_equal(after[:, 0], [1, 1, 0, 0.5, 1, 1])
 
@@ -171,17 +171,17 @@ def test_an_empty_batch_moves_nothing_but_counts_the_step():
     grad = jax.jit(plan.value_and_grad(simple_loss))
     value, grads, rows, tables = grad(dense, tables, jnp.zeros((0, 3), jnp.int32))
     assert value == 0 and (grads["w"] == 0).all()
-    after = plan.update(tables, rows)["t"]
+    after = jax.jit(plan.update)(tables, rows)["t"]
     np.testing.assert_array_equal(after.rows, 1)
     assert [int(x) for x in after.shared] == [1]
 
 
 def test_a_step_that_is_not_finite_leaves_everything():
     plan, dense, tables = simple_plan(tx=optax.adam(0.1))
-    _, _, rows, tables = plan.value_and_grad(simple_loss)(
+    _, _, rows, tables = jax.jit(plan.value_and_grad(simple_loss))(
         dense, tables, jnp.array([1, 1])
     )
-    after = plan.update(tables, rows, jnp.array(False))["t"]
+    after = jax.jit(plan.update)(tables, rows, jnp.array(False))["t"]
     np.testing.assert_array_equal(after.rows, 1)
     assert [int(x) for x in after.shared] == [0]
 
@@ -189,9 +189,11 @@ def test_a_step_that_is_not_finite_leaves_everything():
 def test_many_duplicates_of_bfloat16_rows_are_summed_in_float32():
     plan, dense, tables = simple_plan(jnp.bfloat16, optax.sgd(2.0**-9))
     ids = jnp.full(512, 3)
-    value, _, rows, tables = plan.value_and_grad(simple_loss)(dense, tables, ids)
+    value, _, rows, tables = jax.jit(plan.value_and_grad(simple_loss))(
+        dense, tables, ids
+    )
     assert value.dtype == jnp.float32
-    after = plan.update(tables, rows)["t"].rows
+    after = jax.jit(plan.update)(tables, rows)["t"].rows
     assert after.dtype == jnp.bfloat16
     np.testing.assert_array_equal(after[3].astype(jnp.float32), 0)  # 1 - 512 / 2**9
 
@@ -225,11 +227,11 @@ def test_a_stack_of_tables_is_looked_up_by_layer():
 
         return jax.lax.scan(body, 0.0, params["t"])[0]
 
-    value, _, rows, tables = plan.value_and_grad(loss)(
+    value, _, rows, tables = jax.jit(plan.value_and_grad(loss))(
         dense, tables, jnp.array([2, 0, 2])
     )
     assert value == params["t"][:, [2, 0, 2]].sum()
-    got = plan.join(dense, plan.update(tables, rows))["t"]
+    got = plan.join(dense, jax.jit(plan.update)(tables, rows))["t"]
     moved = params["t"] - jnp.array([1.0, 0.0, 2.0])[None, :, None]
     np.testing.assert_array_equal(got, moved)
     with pytest.raises(ValueError, match=r"table of \[2\] layers.*nnx.scan"):
