@@ -36,6 +36,7 @@ from shardjax.embed.table_state import (
     read_block,
 )
 from shardjax.partition import leaf_path
+from shardjax.sharded import fetch, place
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,55 @@ class TablePlan:
             }
 
         return jax.jit(init, out_shardings=self.shardings())(tables)
+
+    def place(self, tables: Mapping[str, TableState]) -> dict[str, TableState]:
+        """The state of the tables on the devices of this plan.
+
+        Args:
+          tables: state of a plan for the same tables and optimizers, on any devices; it
+            goes through the memory of the host.
+
+        Raises:
+          ValueError: for other tables.
+        """
+        for leaf in self.leaves:
+            found = tables.get(leaf.path)
+            # of n devices there are n places per row
+            if found is None or (
+                found.places.size % leaf.rows,
+                found.rows.shape[1],
+            ) != (
+                0,
+                leaf.dim,
+            ):
+                has = {path: table.rows.shape for path, table in tables.items()}
+                raise ValueError(
+                    f"the state has no table {leaf.path!r} of {leaf.rows} rows of dim"
+                    f" {leaf.dim}, got {has}. Plan with the parameters it was made of"
+                )
+
+        def one(leaf: TableLeaf, old: TableState, like: TableState) -> TableState:
+            def pad(x, like):
+                rest = [(0, 0)] * (x.ndim - 1)
+                more = like.shape[0] - leaf.rows
+                return np.pad(x[: leaf.rows], [(0, more), *rest])
+
+            return TableState(
+                pad(old.rows, like.rows),
+                [pad(*x) for x in zip(old.row_state, like.row_state, strict=True)],
+                old.shared,
+                np.zeros(like.places.shape, np.int32),
+                np.zeros(like.merged.shape, np.int32),
+            )
+
+        wanted = self.abstract()
+        moved = {
+            leaf.path: one(leaf, fetch(tables[leaf.path]), wanted[leaf.path])
+            for leaf in self.leaves
+        }
+        if self.mesh is None:
+            return jax.tree.map(jnp.asarray, moved)
+        return jax.tree.map(place, moved, self.shardings())
 
     def join(self, params: PyTree, tables: Mapping[str, TableState]) -> PyTree:
         """The parameters of `split` with the tables in their place again."""

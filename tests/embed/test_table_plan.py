@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardjax.embed import RowOptimizerError, plan_tables
+from shardjax.embed import RowGradients, RowOptimizerError, plan_tables
 from shardjax.embed.in_graph import lookup
 from shardjax.embed.lookup import update
 from shardjax.mesh import make_mesh
@@ -142,6 +142,29 @@ def test_training_on_one_device_needs_no_mesh():
     params = make_params()
     plan = plan_tables(params, list(paths_of(OPTIMIZERS)), paths_of(OPTIMIZERS))
     check_training(plan, microbatches=4)
+
+
+def test_the_state_moves_to_other_devices():
+    params, optimizer = {"t": jnp.arange(42.0).reshape(2, 7, 3)}, optax.adam(0.1)
+    here = plan_tables(params, ["t"], optimizer)
+    grads = RowGradients(jnp.array([13, 2]), jnp.ones((2, 3)), jnp.int32(0))
+    tables = jax.jit(here.update)(here.init(params), {"t": grads})
+    there = plan_tables(params, ["t"], optimizer, mesh=make_mesh("4x2"))
+    moved = there.place(tables)
+    like = there.init(params)
+    for x, y in zip(jax.tree.leaves(moved), jax.tree.leaves(like), strict=True):
+        assert (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding)
+    assert int(moved["t"].shared[0]) == 1
+    back = here.place(moved)
+    for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(tables), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert (
+        np.asarray(moved["t"].row_state[0])[:14].any(1).nonzero()[0] == [2, 13]
+    ).all()
+    for rows in (15, 13):
+        other = plan_tables({"t": jnp.ones((rows, 3))}, ["t"], optimizer)
+        with pytest.raises(ValueError, match=f"no table 't' of {rows} rows of dim 3"):
+            other.place(moved)
 
 
 def simple_loss(params, ids):
