@@ -169,8 +169,11 @@ class TablePlan:
                     f" {leaf.dim}, got {has}. Plan with the parameters it was made of"
                 )
 
+        def zeros(like) -> Any:
+            return np.zeros(like.shape, like.dtype)
+
         def one(leaf: TableLeaf, old: TableState, like: TableState) -> TableState:
-            def pad(x, like):
+            def pad(x, like) -> Any:
                 rest = [(0, 0)] * (x.ndim - 1)
                 more = like.shape[0] - leaf.rows
                 return np.pad(x[: leaf.rows], [(0, more), *rest])
@@ -179,8 +182,8 @@ class TablePlan:
                 pad(old.rows, like.rows),
                 [pad(*x) for x in zip(old.row_state, like.row_state, strict=True)],
                 old.shared,
-                np.zeros(like.places.shape, np.int32),
-                np.zeros(like.merged.shape, np.int32),
+                zeros(like.places),
+                zeros(like.merged),
             )
 
         wanted = self.abstract()
