@@ -114,7 +114,7 @@ def move_rows(
       axes: of the devices.
       finite: bool [], False to leave everything as it is; None for True.
     """
-    ids, sums, merged = _summed(leaf, table, grads, axes)
+    ids, sums, merged = sum_gradients(leaf, table, grads, axes)
     keep = ids >= 0 if finite is None else (ids >= 0) & finite
     count = table.rows.shape[0]
     # out of range, where nothing is written, yet each another
@@ -143,8 +143,18 @@ def move_rows(
     )
 
 
-def _summed(leaf: TableLeaf, table: TableState, grads: RowGradients, axes: Axes):
-    """Rows of this device, each once or negative, their gradients, and `merged`."""
+def sum_gradients(
+    leaf: TableLeaf, table: TableState, grads: RowGradients, axes: Axes
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Adds up what microbatches and devices have of each row.
+
+    Args:
+      leaf, table, grads, axes: as of `move_rows`.
+
+    Returns:
+      Rows of this device, int32 [ids], each at one place and -1 elsewhere; the sums of
+      their gradients, [ids, dim]; and `merged` for the next call.
+    """
     ids, sums = grads.ids.reshape(-1), grads.grads.reshape(-1, leaf.dim)
     if axes:
         ids = jax.lax.all_gather(ids, axes, tiled=True)
