@@ -25,6 +25,11 @@ from shardjax.mesh import (
     make_mesh as make_mesh,
     simulate_cpu_devices as simulate_cpu_devices,
 )
+from shardjax.model_step import (
+    ModelState as ModelState,
+    init_model_state as init_model_state,
+    make_model_step as make_model_step,
+)
 from shardjax.network import (
     Network as Network,
     as_network as as_network,

@@ -32,6 +32,11 @@ Inside jit
     device_table          its functions: find, find_or_insert, erase, export
     split_keys, join_keys    uint64 keys to pairs of uint32 words, and back
 
+Inside of a model, which looks its tables up itself
+    Embed, EmbeddingBag   in the place of nnx.Embed; those of linen: shardjax.embed.linen
+    table_paths, Table    the tables of a model; their variable
+    plan_tables, TablePlan, TableState, RowGradients    to train only the rows looked up
+
 House dims of the shapes in docstrings: batch, examples (of one device), values (ids), rows
 (unique), slots, dim, devices.
 """
@@ -53,6 +58,12 @@ from shardjax.embed.exchange import (
 from shardjax.embed.index import Index as Index
 from shardjax.embed.jagged import Jagged as Jagged, as_keys as as_keys
 from shardjax.embed.key_words import join_keys as join_keys, split_keys as split_keys
+from shardjax.embed.module import (
+    Embed as Embed,
+    EmbeddingBag as EmbeddingBag,
+    Table as Table,
+    table_paths as table_paths,
+)
 from shardjax.embed.moves import SlabState as SlabState
 from shardjax.embed.optimizers import (
     RowOptimizerError as RowOptimizerError,
@@ -78,4 +89,10 @@ from shardjax.embed.spec import (
     zeros as zeros,
 )
 from shardjax.embed.storage import Storage as Storage
+from shardjax.embed.table_plan import (
+    RowGradients as RowGradients,
+    TablePlan as TablePlan,
+    TableState as TableState,
+    plan_tables as plan_tables,
+)
 from shardjax.embed.table_rows import TableRows as TableRows

@@ -88,7 +88,7 @@ def make_gradients(
     specs, grad_specs = manual_specs(plan)
 
     def gradients(params, batch, step, scale=None):
-        _check_batch(plan, batch, microbatches)
+        check_batch(plan, batch, microbatches)
         value, weight, grads, aux = jax.shard_map(
             local,
             mesh=plan.mesh,
@@ -106,16 +106,22 @@ def make_gradients(
 def _results(result, has_aux: bool):
     """The three results of a loss, None for the last of one without."""
     if not has_aux:
-        return *_checked(result), None
+        return *checked_loss(result), None
     if not isinstance(result, tuple) or len(result) != 3:
         raise ValueError(
             "a loss with `has_aux` must return (loss_sum, weight, aux), two numbers and a"
             f" tree of arrays [examples, ...], got {type(result).__name__}"
         )
-    return *_checked(result[:2]), result[2]
+    return *checked_loss(result[:2]), result[2]
 
 
-def _checked(result):
+def checked_loss(result) -> tuple[jax.Array, ...]:
+    """What a loss returned, as two float32 [].
+
+    Raises:
+      TypeError: if one is no number.
+      ValueError: for anything else than (loss_sum, weight).
+    """
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(
             "the loss must return (loss_sum, weight), two numbers, got"
@@ -162,7 +168,12 @@ def _accumulate(one, batch, microbatches: int):
     return sums, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
 
 
-def _check_batch(plan: ZeroPlan, batch, microbatches: int) -> None:
+def check_batch(plan: ZeroPlan, batch, microbatches: int) -> None:
+    """Refuses a batch that devices and microbatches do not divide.
+
+    Raises:
+      ValueError: naming the leaf.
+    """
     pieces = plan.parts * microbatches
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         size = x.shape[0] if x.ndim else None

@@ -1,0 +1,424 @@
+"""Training the tables that a model looks up itself: which they are, and how rows move.
+
+`plan_tables` takes the tables out of a tree of parameters. In a training step their ids are
+found first (`shardjax.embed.noting`), then the rows of all ids are read once, as a block
+[ids, dim] (`shardjax.embed.in_graph`); the loss is differentiated with respect to its
+parameters and to the block; and the row optimizers move the rows named.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from shardjax.embed.in_graph import (
+    PADDING,
+    BlockRows,
+    NotedRows,
+    RowBlock,
+    TableHandle,
+)
+from shardjax.embed.noting import noted_ids
+from shardjax.embed.optimizers import split_state
+from shardjax.embed.table_state import (
+    RowGradients as RowGradients,
+    TableLeaf as TableLeaf,
+    TableState as TableState,
+    block_gradients,
+    init_table,
+    move_rows,
+    read_block,
+)
+from shardjax.partition import leaf_path
+from shardjax.sharded import fetch, place
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """The tables among the parameters of a model; plain data, made by `plan_tables`.
+
+    Attributes:
+      leaves: the tables.
+      mesh: the devices, None for one.
+      axes: mesh axes that rows and batch are split over.
+    """
+
+    leaves: tuple[TableLeaf, ...]
+    mesh: Mesh | None
+    axes: tuple[str, ...]
+
+    @property
+    def parts(self) -> int:
+        """Devices that rows are split over."""
+        if self.mesh is None:
+            return 1
+        return int(np.prod([self.mesh.shape[axis] for axis in self.axes]))
+
+    @property
+    def _exchanged(self) -> tuple[str, ...]:
+        """Axes over which rows are exchanged, none where there is one device."""
+        return self.axes if self.parts > 1 else ()
+
+    def split(self, params: PyTree) -> PyTree:
+        """The parameters with None for each table."""
+        paths = {leaf.path for leaf in self.leaves}
+
+        def keep(path, x):
+            return None if leaf_path(path) in paths else x
+
+        return jax.tree_util.tree_map_with_path(keep, params)
+
+    def insert(self, params: PyTree, values: Mapping[str, Any]) -> PyTree:
+        """The parameters of `split` with a value for each table, by path."""
+
+        def fill(path, x):
+            return values.get(leaf_path(path), x) if x is None else x
+
+        return jax.tree_util.tree_map_with_path(
+            fill, params, is_leaf=lambda x: x is None
+        )
+
+    def specs(self) -> dict[str, TableState]:
+        """A PartitionSpec per leaf of the state of the tables."""
+        split: Any = jax.P(self.axes) if self.mesh is not None else jax.P()
+        whole: Any = jax.P()
+        return {
+            leaf.path: TableState(
+                split,
+                [split] * leaf.optimizer.is_row.count(True),
+                [whole] * leaf.optimizer.is_row.count(False),
+                split,
+                split,
+            )
+            for leaf in self.leaves
+        }
+
+    def shardings(self) -> Any:
+        """A NamedSharding per leaf of the state, None without a mesh."""
+        mesh = self.mesh
+        if mesh is None:
+            return None
+        return jax.tree.map(
+            lambda spec: jax.NamedSharding(mesh, spec),
+            self.specs(),
+            is_leaf=lambda x: isinstance(x, jax.P),
+        )
+
+    def abstract(self) -> dict[str, TableState]:
+        """Shapes, dtypes and, over a mesh, shardings of the state."""
+
+        def init(leaf: TableLeaf):
+            like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            return jax.eval_shape(lambda x: init_table(leaf, x, self.parts), like)
+
+        shapes = {leaf.path: init(leaf) for leaf in self.leaves}
+        if self.mesh is None:
+            return shapes
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            shapes,
+            self.shardings(),
+        )
+
+    def init(self, params: PyTree) -> dict[str, TableState]:
+        """The state of the tables before the first step: copies, to be donated.
+
+        Args:
+          params: with the tables, as planned for.
+        """
+        values = _by_path(params)
+        tables = {leaf.path: values[leaf.path] for leaf in self.leaves}
+
+        def init(tables):
+            return {
+                leaf.path: init_table(leaf, tables[leaf.path], self.parts)
+                for leaf in self.leaves
+            }
+
+        return jax.jit(init, out_shardings=self.shardings())(tables)
+
+    def place(self, tables: Mapping[str, TableState]) -> dict[str, TableState]:
+        """The state of the tables on the devices of this plan.
+
+        Args:
+          tables: state of a plan for the same tables and optimizers, on any devices; it
+            goes through the memory of the host.
+
+        Raises:
+          ValueError: for other tables.
+        """
+        for leaf in self.leaves:
+            found = tables.get(leaf.path)
+            # of n devices there are n places per row
+            if found is None or (
+                found.places.size % leaf.rows,
+                found.rows.shape[1],
+            ) != (
+                0,
+                leaf.dim,
+            ):
+                has = {path: table.rows.shape for path, table in tables.items()}
+                raise ValueError(
+                    f"the state has no table {leaf.path!r} of {leaf.rows} rows of dim"
+                    f" {leaf.dim}, got {has}. Plan with the parameters it was made of"
+                )
+
+        def zeros(like) -> Any:
+            return np.zeros(like.shape, like.dtype)
+
+        def one(leaf: TableLeaf, old: TableState, like: TableState) -> TableState:
+            def pad(x, like) -> Any:
+                rest = [(0, 0)] * (x.ndim - 1)
+                more = like.shape[0] - leaf.rows
+                return np.pad(x[: leaf.rows], [(0, more), *rest])
+
+            return TableState(
+                pad(old.rows, like.rows),
+                [pad(*x) for x in zip(old.row_state, like.row_state, strict=True)],
+                old.shared,
+                zeros(like.places),
+                zeros(like.merged),
+            )
+
+        wanted = self.abstract()
+        moved = {
+            leaf.path: one(leaf, fetch(tables[leaf.path]), wanted[leaf.path])
+            for leaf in self.leaves
+        }
+        if self.mesh is None:
+            return jax.tree.map(jnp.asarray, moved)
+        return jax.tree.map(place, moved, self.shardings())
+
+    def join(self, params: PyTree, tables: Mapping[str, TableState]) -> PyTree:
+        """The parameters of `split` with the tables in their place again."""
+        return self.insert(
+            params,
+            {
+                leaf.path: tables[leaf.path].rows[: leaf.rows].reshape(leaf.shape)
+                for leaf in self.leaves
+            },
+        )
+
+    def gather(
+        self, fn: Callable[..., Any], tables: Mapping[str, TableState], *args
+    ) -> tuple[dict[str, RowBlock], dict[str, TableState]]:
+        """Reads the rows that a function is going to look up.
+
+        Inside jit and, over a mesh, inside `jax.shard_map`.
+
+        Args:
+          fn: `fn(handles, *args)`, handles by path, for `insert`.
+          tables: their state.
+          *args: pytrees of arrays; of this device.
+
+        Returns:
+          A block per table, and the tables for the next call: only their `places` differ.
+        """
+        self._check_inside()
+        handles = {
+            leaf.path: _handle(leaf, NotedRows(leaf.path, leaf.dim, leaf.dtype))
+            for leaf in self.leaves
+        }
+        found = noted_ids(lambda *args: fn(handles, *args), *args)
+        blocks, after = {}, dict(tables)
+        for leaf in self.leaves:
+            ids = [x.reshape(-1) for x in found.get(leaf.path, [])]
+            if not sum(map(len, ids)):
+                ids = [jnp.full(1, PADDING, jnp.int32)]
+            ids = jnp.concatenate(ids)
+            block = read_block(tables[leaf.path], ids, self._exchanged)
+            blocks[leaf.path] = block
+            after[leaf.path] = replace(tables[leaf.path], places=block.places)
+        return blocks, after
+
+    def _check_inside(self) -> None:
+        try:
+            jax.lax.axis_size(self._exchanged)
+        except NameError as e:
+            raise ValueError(
+                f"tables that are split over the mesh axes {self.axes} must be used inside"
+                " jax.shard_map over them, each device with its part of the batch, with"
+                " `plan.specs()` for the tables. Or let `make_model_step` do it"
+            ) from e
+
+    def handles(
+        self, blocks: Mapping[str, RowBlock], rows: Mapping[str, jax.Array]
+    ) -> dict[str, "TableHandle"]:
+        """What stands for the tables where rows are differentiated by.
+
+        Args:
+          blocks: of `gather`.
+          rows: those of the blocks, by path.
+        """
+        return {
+            leaf.path: _handle(
+                leaf, BlockRows(blocks[leaf.path], rows[leaf.path], leaf.dtype)
+            )
+            for leaf in self.leaves
+        }
+
+    def row_gradients(
+        self, blocks: Mapping[str, RowBlock], grads: Mapping[str, jax.Array]
+    ) -> dict[str, RowGradients]:
+        """What `update` takes, of gradients with respect to the rows of blocks."""
+        return {
+            path: block_gradients(block, grads[path]) for path, block in blocks.items()
+        }
+
+    def value_and_grad(self, loss: Callable[..., Any], has_aux: bool = False):
+        """Like `jax.value_and_grad`, for a loss whose parameters have tables.
+
+        Args:
+          loss: `loss(params, *args)`, with handles in the place of tables.
+          has_aux: whether it returns (value, anything else).
+
+        Returns:
+          `f(params, tables, *args) -> (value, grads, row_grads, tables)`, to call in jit:
+          `params` are those of `split` and `grads` theirs; `row_grads` and the tables are
+          what `update` takes, which has to see the gradients of all microbatches at once
+          (`jax.lax.scan` stacks them; the tables go through its carry).
+        """
+
+        def run(params, tables, *args):
+            def whole(handles, params, *args):
+                return loss(self.insert(params, handles), *args)
+
+            blocks, tables = self.gather(whole, tables, params, *args)
+
+            def of(params, rows):
+                return whole(self.handles(blocks, rows), params, *args)
+
+            rows = {path: block.rows for path, block in blocks.items()}
+            grad = jax.value_and_grad(of, (0, 1), has_aux=has_aux)
+            value, (grads, row_grads) = grad(params, rows)
+            return value, grads, self.row_gradients(blocks, row_grads), tables
+
+        return run
+
+    def update(
+        self,
+        tables: Mapping[str, TableState],
+        row_grads: Mapping[str, RowGradients],
+        finite: jax.Array | None = None,
+    ) -> dict[str, TableState]:
+        """Moves rows by their gradients: one step of the row optimizers.
+
+        Inside jit and, over a mesh, inside `jax.shard_map`. A row's gradients, from
+        whichever lookup, microbatch or device, are summed first.
+
+        Args:
+          tables: their state; donate it.
+          row_grads: of `row_gradients` or `value_and_grad`.
+          finite: bool [], False to leave everything as it is; None for True.
+        """
+        return {
+            leaf.path: move_rows(
+                leaf,
+                tables[leaf.path],
+                row_grads[leaf.path],
+                self._exchanged,
+                finite,
+            )
+            for leaf in self.leaves
+        }
+
+
+def _handle(leaf: TableLeaf, source) -> TableHandle:
+    *layers, rows, dim = leaf.shape
+    first = np.arange(int(np.prod(layers)), dtype=np.int32).reshape(layers) * rows
+    return TableHandle(jnp.asarray(first, jnp.int32), (rows, dim), source)
+
+
+def _by_path(params: PyTree) -> dict[str, Any]:
+    return {leaf_path(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
+
+
+def plan_tables(
+    params: PyTree,
+    paths: Sequence[str],
+    optimizer: optax.GradientTransformation
+    | Mapping[str, optax.GradientTransformation],
+    *,
+    mesh: Mesh | None = None,
+    axes: Sequence[str] | None = None,
+) -> TablePlan:
+    """Plans the tables of a model: those that it looks up with ids of its own.
+
+    Args:
+      params: the parameters or their shapes.
+      paths: of the tables among them: `table_paths(model)`, or written like "user/embedding".
+        Each is an array [rows, dim]; leading dims are those of stacked layers.
+      optimizer: of the rows, one for all tables or one per path: any optax transformation
+        that works row by row. Rows that a step does not look up do not move.
+      mesh: devices whose memory the rows are split over. The step then runs inside
+        `jax.shard_map`, each device on its part of the batch; None for one device and a
+        plain `jax.jit`.
+      axes: mesh axes to split over, None for all.
+
+    Raises:
+      TypeError: for `paths` that are a string, or a table that is no array of floats.
+      ValueError: for a path that is not there, or there twice, a table that has no rows and
+        dim or more than 2**30 rows, an optimizer that is missing or belongs to no table, or
+        an axis that the mesh lacks.
+      RowOptimizerError: for an optimizer that does not work row by row.
+
+    Example:
+      >>> from shardjax.embed.in_graph import lookup
+      >>> params = {"item": jnp.ones((5, 2)), "w": jnp.ones(2)}
+      >>> plan = plan_tables(params, ["item"], optax.sgd(0.5))
+      >>> dense, tables = plan.split(params), plan.init(params)
+      >>> def loss(params, ids):
+      ...   return jnp.sum(lookup(params["item"], ids) @ params["w"])
+      >>> def step(dense, tables, ids):
+      ...   value, grads, rows, tables = plan.value_and_grad(loss)(dense, tables, ids)
+      ...   return value, grads, plan.update(tables, rows)
+      >>> step = jax.jit(step, donate_argnums=1)
+      >>> value, grads, tables = step(dense, tables, jnp.array([3, 1, 3]))
+      >>> plan.join(dense, tables)["item"][:, 0]
+      Array([1. , 0.5, 1. , 0. , 1. ], dtype=float32)
+    """
+    if isinstance(paths, str):
+        raise TypeError(f"`paths` must be a sequence of paths, got {paths!r}")
+    leaves = _by_path(params)
+    if len(set(paths)) != len(paths):
+        raise ValueError(f"`paths` must name each table once, got {list(paths)}")
+    if isinstance(optimizer, Mapping) and set(optimizer) != set(paths):
+        raise ValueError(
+            f"`optimizer` must have one for each of the tables {sorted(paths)}, got those"
+            f" of {sorted(optimizer)}"
+        )
+    if mesh is not None:
+        axes = tuple(mesh.axis_names if axes is None else axes)
+        if missing := [axis for axis in axes if axis not in mesh.axis_names]:
+            raise ValueError(
+                f"`axes` must be axes of the mesh, {mesh.axis_names}, got {missing}"
+            )
+    elif axes:
+        raise ValueError(f"`axes` are those of a mesh, got {axes} without one")
+
+    def plan(path: str) -> TableLeaf:
+        if path not in leaves:
+            raise ValueError(
+                f"no parameter has the path {path!r} of a table; there are {list(leaves)}"
+            )
+        x = leaves[path]
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"the table {path!r} must hold floats, got {x.dtype}")
+        rows = int(np.prod(x.shape[:-1]))
+        if len(x.shape) < 2 or 0 in x.shape or rows > 2**30:
+            raise ValueError(
+                f"the table {path!r} must have the shape [rows, dim], or [layers, rows,"
+                f" dim], of 1 to 2**30 rows, got {list(x.shape)}"
+            )
+        tx: Any = optimizer[path] if isinstance(optimizer, Mapping) else optimizer
+        dtype = jnp.dtype(x.dtype)
+        row_optimizer = split_state(tx, x.shape[-1], dtype, path)
+        return TableLeaf(path, tuple(x.shape), dtype, row_optimizer)
+
+    return TablePlan(tuple(map(plan, paths)), mesh, tuple(axes or ()))
