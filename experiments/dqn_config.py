@@ -8,7 +8,7 @@ import optax
 
 import shardjax as sj
 from experiments.checkpoints import CheckpointConfig, check_resume
-from experiments.storage import StorageConfig, refuse_idle
+from experiments.storage import AdmitConfig, StorageConfig, refuse_idle
 from shardjax import embed, rl, zero
 
 RECSIM = "recsim"  # the environment that is none of Gymnasium's
@@ -62,6 +62,7 @@ class Config:
     recsim, a recommender whose users and items lie in embedding tables."""
     recsim: RecSimConfig = field(default_factory=RecSimConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
+    admit: AdmitConfig = field(default_factory=AdmitConfig)
     mesh: str = "1x1"
     """Devices along data x model, such as 8x1; a CPU host simulates those it lacks. Batches
     and ZeRO are over data."""
@@ -185,11 +186,13 @@ class Config:
             needed = f"`env` {RECSIM}"
             refuse_idle(self.checkpoint, ("full_every",), needed)
             refuse_idle(self.storage, ("device_rows",), needed)
-            if self.recsim != RecSimConfig():
-                raise ValueError(
-                    f"options of `recsim` have no effect with `env` {self.env}, got"
-                    f" {self.recsim}. Leave them out, or give {needed}"
-                )
+            for name in ("recsim", "admit"):
+                own = getattr(self, name)
+                if own != type(own)():
+                    raise ValueError(
+                        f"options of `{name}` have no effect with `env` {self.env}, got"
+                        f" {own}. Leave them out, or give {needed}"
+                    )
 
     def _check_recsim(self) -> None:
         if self.keep == "best":

@@ -187,7 +187,13 @@ def make_tables(config: Config, mesh, slate: int) -> embed.EmbeddingCollection:
     """Tables of users and items, with a target of each row."""
     tx = rl.keep_target(config.recsim.row_optimizer(), config.target_rule())
     user, item = (
-        embed.TableSpec(name, config.recsim.dim, tx, initializer=embed.uniform(0.05))
+        embed.TableSpec(
+            name,
+            config.recsim.dim,
+            tx,
+            initializer=embed.uniform(0.05),
+            admit=config.admit.policy(),
+        )
         for name in ("user", "item")
     )
     bag = embed.FeatureSpec(item, combiner="mean")
