@@ -18,13 +18,9 @@ if "JAX_PLATFORMS" not in os.environ:
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Many tests compile the same program: keep what took long to compile until the run ends, in
-# one folder for all workers.
-_PROGRAMS = "SHARDJAX_TEST_PROGRAMS"
-if _PROGRAMS not in os.environ:
-    _programs = tempfile.TemporaryDirectory(prefix="shardjax-programs-")
-    os.environ[_PROGRAMS] = _programs.name
-jax.config.update("jax_compilation_cache_dir", os.environ[_PROGRAMS])
+# Many tests compile the same program: keep what took long to compile until the run ends.
+_programs = tempfile.TemporaryDirectory(prefix="shardjax-programs-")
+jax.config.update("jax_compilation_cache_dir", _programs.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
