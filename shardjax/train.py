@@ -1,4 +1,4 @@
-"""Training and evaluation steps, and a short loop around them.
+"""Training steps, and a short loop around them.
 
 A step is one jitted function. Inside `jax.shard_map` every device gathers its unique
 rows, exchanges them, runs the user's model on its examples and differentiates with
@@ -8,18 +8,33 @@ outside shard_map, in the same jit, on the parts that a `shardjax.zero` plan giv
 device. The whole state is donated.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from shardjax.embed import EmbeddingCollection, sequence_masks, split_features
-from shardjax.metrics import Metric
+from shardjax.evaluation import (
+    add_counters as add_counters,
+    evaluate as evaluate,
+    make_apply_step as make_apply_step,
+    make_eval_step as make_eval_step,
+)
 from shardjax.microbatches import in_microbatches
-from shardjax.network import Network, finish_logits
+from shardjax.network import Network
+from shardjax.objectives import (
+    OF_LOGITS,
+    Loss as Loss,
+    Objective as Objective,
+    as_it_is,
+    binary_cross_entropy as binary_cross_entropy,
+    losses_of,
+    losses_of_logits,
+    update_metrics,
+)
 from shardjax.pacing import Pace
 from shardjax.precision import all_finite, choose
 from shardjax.preparing import (
@@ -29,8 +44,8 @@ from shardjax.preparing import (
     prepare_window as prepare_window,
 )
 from shardjax.rl.table_target import check_targets, copy_targets, read_target
-from shardjax.rl.target import TargetRule, apply_target, as_params, target_dtype
-from shardjax.state import TrainState, plan_network, stack_metrics
+from shardjax.rl.target import apply_target, as_params, target_dtype
+from shardjax.state import TrainState, plan_network
 from shardjax.zero import ZeroPlan, apply_update
 from shardjax.zero.checks import StateCheck, check_optimizer
 from shardjax.zero.exchange import (
@@ -43,88 +58,6 @@ from shardjax.zero.exchange import (
     trained_leaves,
 )
 from shardjax.zero.step import abstract_state, scale_after
-
-Loss = Callable[[jax.Array, jax.Array], jax.Array]
-
-
-class Objective(Protocol):
-    """What a model is trained for, where that is more than a loss of logits and labels.
-
-    Attributes:
-      target: how a target network follows the model, None for no target.
-    """
-
-    @property
-    def target(self) -> TargetRule | None: ...
-
-    def __call__(
-        self, outputs: Any, lagged: Any, labels: jax.Array, dense: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """The losses of some examples.
-
-        Args:
-          outputs: what the model returned; each leaf [batch, ...].
-          lagged: what it returns with the parameters and the rows of the target; None
-            without one. It has no gradient.
-          labels: float32 [batch].
-          dense: float32 [batch, n_dense].
-
-        Returns:
-          Losses, not weighted, and predictions for metrics, float32 [batch] each.
-        """
-        ...
-
-
-def binary_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Logistic loss per example; labels in [0, 1]."""
-    return optax.sigmoid_binary_cross_entropy(logits, labels)
-
-
-def _losses(loss, logits, labels, weights):
-    """The loss of each example, zero (and of zero gradient) where its weight is."""
-    # inside as well: the gradient of a loss that is not finite is NaN, even times zero
-    counts = weights != 0
-    losses = loss(jnp.where(counts, logits, 0), jnp.where(counts, labels, 0))
-    return jnp.where(counts, losses, 0)
-
-
-def _of_logits(network_loss: Loss, outputs, labels, weights):
-    """Losses and logits of a model that gives one per example."""
-    logits = finish_logits(outputs, len(labels))
-    return _losses(network_loss, logits, labels, weights), logits
-
-
-def _of_objective(objective: Objective, outputs, lagged, labels, weights, dense):
-    """Losses and predictions as an objective says; see `_losses`."""
-    counts = weights != 0
-    labels, dense = jnp.where(counts, labels, 0), jnp.where(counts[:, None], dense, 0)
-    losses, predictions = objective(outputs, lagged, labels, dense)
-    for name, x in (("losses", losses), ("predictions", predictions)):
-        if x.shape != labels.shape:
-            raise ValueError(
-                f"an objective must return {name} of shape [batch] = {labels.shape}, got"
-                f" {x.shape}"
-            )
-    return jnp.where(counts, losses, 0), predictions.astype(jnp.float32)
-
-
-def _update_metrics(metrics, arrays, logits, loss, predict):
-    """Local metrics, a leading dim of one each, with this device's examples added."""
-    extras = {"groups": arrays["groups"]} if "groups" in arrays else {}
-
-    def update(metric):
-        one = jax.tree.map(lambda x: x[0], metric)
-        one = one.update(
-            labels=arrays["labels"],
-            predictions=predict(logits),
-            weights=arrays["weights"],
-            logits=logits,
-            loss=loss,
-            **extras,
-        )
-        return jax.tree.map(lambda x: x[None], one)
-
-    return {name: update(metric) for name, metric in metrics.items()}
 
 
 def _own_keys(state, axes):
@@ -163,13 +96,6 @@ def _shared_state(new, old, axes, counts=None):
         return jax.lax.pmax(number, axes).astype(new.dtype)
 
     return jax.tree.map(share, new, old)
-
-
-def _as_it_is(predictions: jax.Array) -> jax.Array:
-    return predictions
-
-
-_OF_LOGITS = (binary_cross_entropy, jax.nn.sigmoid)
 
 
 def make_train_step(
@@ -235,7 +161,7 @@ def make_train_step(
     if microbatch_size is not None and microbatch_size < 1:
         raise ValueError(f"`microbatch_size` must be positive, got {microbatch_size}")
     rule = None if objective is None else objective.target
-    if objective is not None and (loss, predict) != _OF_LOGITS:
+    if objective is not None and (loss, predict) != OF_LOGITS:
         raise ValueError(
             "`objective` must not come with `loss` or `predict`, which it stands for, got"
             f" {objective}. Leave them out"
@@ -290,10 +216,10 @@ def make_train_step(
                 whole, model_state, dense, blocks, masks, train=True
             )
             if objective is None:
-                losses, logits = _of_logits(loss, outputs, labels, weights)
+                losses, logits = losses_of_logits(loss, outputs, labels, weights)
             else:
                 seen = lagged_outputs(model_state, dense, lagged_blocks, masks)
-                losses, logits = _of_objective(
+                losses, logits = losses_of(
                     objective, outputs, seen, labels, weights, dense
                 )
             value = jnp.sum(weights * losses) * scale
@@ -341,14 +267,14 @@ def make_train_step(
             finite,
             _shared_state(new_state, model_state, axes, counts),
             tables,
-            _update_metrics(metrics, arrays, logits, losses, predict),
+            update_metrics(metrics, arrays, logits, losses, predict),
             None if objective is None else logits,
         )
 
     spec = collection.state_spec()
     by_device = jax.P(axes)
     if objective is not None:
-        predict = _as_it_is
+        predict = as_it_is
 
     @partial(jax.jit, static_argnames="layout", donate_argnames="state")
     def run(state: TrainState, packed, *, layout):
@@ -425,160 +351,6 @@ def make_train_step(
 
     step.jitted = run
     return step
-
-
-def _outputs(network, collection, params, model_state, tables, arrays, layout):
-    """What a model returns without training, of this device's examples."""
-    rows = collection.gather_rows(tables, arrays)
-    blocks = collection.embed(rows, arrays, layout)
-    embeddings = split_features(layout, blocks, sequence_masks(layout, arrays))
-    outputs, _ = network.apply(
-        params, model_state, arrays["dense"], embeddings, train=False
-    )
-    return outputs
-
-
-def make_apply_step(
-    network: Network, collection: EmbeddingCollection
-) -> Callable[[TrainState, PreparedBatch], Any]:
-    """Makes what gives the outputs of a model; it reads the state and inserts nothing.
-
-    Args:
-      network, collection: as of `make_train_step`.
-
-    Returns:
-      `step(state, batch) -> outputs`, for a batch prepared with `train=False`: what the
-      model returns, each leaf [devices * examples, ...], of which the first `batch.size`
-      are those of the batch.
-    """
-    by_device = jax.P(collection.axes)
-
-    def local_step(params, model_state, tables, packed, *, layout):
-        arrays = layout.unpack(packed[0])
-        return _outputs(
-            network, collection, params, model_state, tables, arrays, layout
-        )
-
-    @partial(jax.jit, static_argnames="layout")
-    def run(params, model_state, tables, packed, *, layout):
-        return jax.shard_map(
-            partial(local_step, layout=layout),
-            mesh=collection.mesh,
-            in_specs=(jax.P(), jax.P(), collection.state_spec(), by_device),
-            out_specs=by_device,
-            check_vma=False,
-        )(params, model_state, tables, packed)
-
-    def step(state: TrainState, batch: PreparedBatch):
-        collection.planner.check_current(batch.plan)
-        return run(
-            state.params,
-            state.model_state,
-            state.tables,
-            batch.packed,
-            layout=batch.layout,
-        )
-
-    step.jitted = run
-    return step
-
-
-def make_eval_step(
-    network: Network,
-    collection: EmbeddingCollection,
-    *,
-    loss: Loss = binary_cross_entropy,
-    predict: Callable[[jax.Array], jax.Array] = jax.nn.sigmoid,
-) -> Callable[..., tuple[dict[str, Metric], jax.Array]]:
-    """Makes the evaluation step: reads the state, inserts nothing.
-
-    Args:
-      network, collection, loss, predict: as of `make_train_step`.
-
-    Returns:
-      `step(state, metrics, batch) -> (metrics, predictions)`: metrics of
-      `stack_metrics`, donated; predictions float32 [devices * examples], of which the
-      first `batch.size` are those of the batch.
-    """
-    mesh, axes = collection.mesh, collection.axes
-
-    def local_step(params, model_state, tables, metrics, packed, *, layout):
-        arrays = layout.unpack(packed[0])
-        outputs = _outputs(
-            network, collection, params, model_state, tables, arrays, layout
-        )
-        logits = finish_logits(outputs, layout.examples)
-        losses = _losses(loss, logits, arrays["labels"], arrays["weights"])
-        metrics = _update_metrics(metrics, arrays, logits, losses, predict)
-        return metrics, predict(logits)
-
-    spec = collection.state_spec()
-    by_device = jax.P(axes)
-
-    @partial(jax.jit, static_argnames="layout", donate_argnames="metrics")
-    def run(params, model_state, tables, metrics, packed, *, layout):
-        return jax.shard_map(
-            partial(local_step, layout=layout),
-            mesh=mesh,
-            in_specs=(jax.P(), jax.P(), spec, by_device, by_device),
-            out_specs=(by_device, by_device),
-            check_vma=False,
-        )(params, model_state, tables, metrics, packed)
-
-    pace = Pace()
-
-    def step(state: TrainState, metrics, batch: PreparedBatch):
-        pace.wait()
-        collection.planner.check_current(batch.plan)
-        metrics, predictions = run(
-            state.params,
-            state.model_state,
-            state.tables,
-            metrics,
-            batch.packed,
-            layout=batch.layout,
-        )
-        pace.add(predictions)
-        return metrics, predictions
-
-    step.jitted = run
-    return step
-
-
-def evaluate(
-    step,
-    state: TrainState,
-    batches: Iterable[PreparedBatch],
-    metrics: Mapping[str, Metric],
-    mesh: jax.sharding.Mesh,
-) -> tuple[dict[str, Metric], dict[str, float]]:
-    """Runs an evaluation step over batches.
-
-    Args:
-      step: of `make_eval_step`.
-      state: read only.
-      batches: prepared with `train=False`.
-      metrics: empty ones, by name.
-      mesh: of the collection.
-
-    Returns:
-      The metrics (read them with `compute_metrics`) and the summed counters.
-    """
-    stacked = stack_metrics(metrics, mesh)
-    counters: dict[str, float] = {}
-    for batch in batches:
-        stacked, _ = step(state, stacked, batch)
-        add_counters(counters, batch.counters)
-    return stacked, counters
-
-
-def add_counters(total: dict[str, float], more: Mapping[str, float]) -> None:
-    """Adds a batch's counters to `total`; of an imbalance, the largest is kept."""
-    for name, value in more.items():
-        if name == "exchange_imbalance":
-            total[name] = max(total.get(name, 1.0), value)
-        else:
-            total[name] = total.get(name, 0) + value
 
 
 Hook = Callable[[int, TrainState, dict[str, Any]], None]
