@@ -94,6 +94,7 @@ def update_metrics(metrics, arrays, logits, loss, predict):
 
 
 def as_it_is(predictions: jax.Array) -> jax.Array:
+    """Predictions of an objective: they are what metrics see."""
     return predictions
 
 
