@@ -207,9 +207,8 @@ def make_tables(config: Config, mesh, slate: int) -> embed.EmbeddingCollection:
         features,
         mesh=mesh,
         seed=config.seed,
-        initial_rows=max(
-            131072 // mesh.size, 1024
-        ),  # each growth compiles the step again
+        # each growth compiles the step again
+        initial_rows=max(131072 // mesh.size, 1024),
         storage=config.storage.storage(),
     )
 
