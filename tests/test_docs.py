@@ -1,15 +1,19 @@
-"""Pages run, their commands parse, their links lead somewhere, what they print is true.
+"""Pages run and print what they say, commands parse, links lead somewhere, and the
+reference has all public names.
 
 CONTRIBUTING.md has the conventions that pages keep; `tests/pages.py` reads them.
 """
 
+import ast
 import importlib
+import inspect
 import re
 from pathlib import Path
 
 import gymnasium  # noqa: F401  its import sets an environment variable
 import pytest
 
+import shardjax
 from experiments import config as configs
 from shardjax.checkpoint import __main__ as checkpoints
 from tests import pages
@@ -85,6 +89,53 @@ def test_links_lead_somewhere(page):
         assert target.exists(), f"{page}: there is no {link}"
         if anchor:
             assert anchor in pages.anchors_of(target), f"{page}: {link} is no heading"
+
+
+REFERENCE = "\n".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md")))
+DOCUMENTED = re.findall(r"\.\. auto\w+:: (\S+)", REFERENCE)
+
+
+def public_modules():
+    """What `import shardjax` lists, and the modules that the reference has besides."""
+    first = ast.parse(Path(shardjax.__file__).read_text()).body[1]
+    assert isinstance(first, ast.ImportFrom) and first.module == "shardjax"
+    listed = [f"shardjax.{a.name}" for a in first.names]
+    others = re.findall(r"\.\. module:: (\S+)", REFERENCE)
+    return sorted({"shardjax", *listed, *others})
+
+
+def public_names(module):
+    """What a module defines or hands on (`from x import y as y`), without a leading `_`."""
+    names = []
+    for node in ast.parse(Path(module.__file__).read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            names += [a.name for a in node.names if a.name == a.asname]
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.append(node.name)
+    return [
+        name
+        for name in names
+        if not name.startswith("_") and not inspect.ismodule(getattr(module, name))
+    ]
+
+
+def resolve(name):
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@pytest.mark.parametrize("name", public_modules())
+def test_every_public_name_is_in_the_reference(name):
+    module = importlib.import_module(name)
+    documented = [resolve(other) for other in DOCUMENTED]
+    assert public_names(module)
+    missing = [
+        key
+        for key in public_names(module)
+        if f"{name}.{key}" not in DOCUMENTED
+        and not any(getattr(module, key) is thing for thing in documented)
+    ]
+    assert missing == [], f"add `.. autoclass:: {name}.NAME` and so on to docs/api"
 
 
 PAGE = """\
