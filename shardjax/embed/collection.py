@@ -479,19 +479,28 @@ class EmbeddingCollection:
         return tuple(slabs)
 
     def load_rows(
-        self, state: EmbeddingState, table: str, keys: np.ndarray, values: np.ndarray
+        self,
+        state: EmbeddingState,
+        table: str,
+        keys: np.ndarray,
+        values: np.ndarray,
+        row_state: Sequence[np.ndarray] | None = None,
     ) -> EmbeddingState:
         """Writes rows, such as vectors trained elsewhere; between training steps.
 
         Keys without a row get one, whatever the table's `admit` says; to its `evict` this
-        is a step that uses them, with a click. The optimizer state of a row that is new
-        is as at the start, that of one that is there stays.
+        is a step that uses them, with a click.
 
         Args:
           state: donated.
           table: its name.
           keys: integers [n], each once.
           values: [n, dim], cast to the table's dtype.
+          row_state: the rows' optimizer state: its leaves [n, ...], as `lookup_rows` and
+            `export` give them, cast to the dtypes they have here. Without it the state of
+            a row that is new is as at the start, that of one that is there stays. What
+            all rows of a slab share, such as the steps that Adam counts, is for
+            `map_row_state`.
 
         Returns:
           The state with the rows.
@@ -501,7 +510,7 @@ class EmbeddingCollection:
           PlanError: for keys outside a fixed vocabulary, or more than the table holds;
             the rows before are in the state that was given.
           TypeError, ValueError: for keys that are not integers or not unique, another
-            shape of values or another kind of state.
+            shape of values or of optimizer state, or another kind of state.
           RuntimeError: while batches that have been prepared wait for their steps: they
             are planned without these rows. So call it between two loops over a loader,
             not in a hook. Also if an `on_evict` raises an error.
@@ -531,14 +540,36 @@ class EmbeddingCollection:
             raise ValueError(
                 f"keys of rows to load into table {table!r} must be unique"
             )
+        if row_state is not None:
+            row_state = self._checked_row_state(state, g, table, len(keys), row_state)
         with self.planner.loading():
             self._together(lambda: self._check_loadable(g, entry, keys))
             # few enough to lie on one device
             chunk = min(self.planner.tiers[g].residents.capacity or 65536, 65536)
             for start in range(0, len(keys), chunk):
                 own = slice(start, start + chunk)
-                state = self._load(state, g, entry, keys[own], values[own])
+                part = None if row_state is None else [x[own] for x in row_state]
+                state = self._load(state, g, entry, keys[own], values[own], part)
         return state
+
+    def _checked_row_state(
+        self, state: EmbeddingState, g: int, table: str, n: int, leaves
+    ) -> list[np.ndarray]:
+        """Leaves of the optimizer state of n rows to load.
+
+        Raises:
+          ValueError: for others than the optimizer has.
+        """
+        needed = [(n, *x.shape[1:]) for x in state[g].row_state]
+        leaves = [np.asarray(x) for x in leaves]
+        given = [x.shape for x in leaves]
+        if given != needed:
+            raise ValueError(
+                f"`row_state` of rows to load into table {table!r} must be the leaves that"
+                f" its optimizer keeps per row, of shapes {needed}, got {given}."
+                " `lookup_rows` shows them"
+            )
+        return leaves
 
     def _load(
         self,
@@ -547,6 +578,7 @@ class EmbeddingCollection:
         entry: TableState,
         keys: np.ndarray,
         values: np.ndarray,
+        row_state: list[np.ndarray] | None,
     ) -> EmbeddingState:
         """Writes rows that lie on the devices together."""
         nothing = Jagged(np.zeros(0, np.uint64), np.zeros(len(keys), np.int32))
@@ -572,7 +604,8 @@ class EmbeddingCollection:
         here = owners.astype(np.int64) * self.slots(state, g) + slots
         at[own] = np.where(slots < 0, nowhere, here)
         slabs = list(state)
-        slabs[g] = self._mover.write(g, slabs[g], at.astype(np.int32), values)
+        at = at.astype(np.int32)
+        slabs[g] = self._mover.write(g, slabs[g], at, values, row_state)
         return tuple(slabs)
 
     def _reader(self, entry: TableState) -> str:

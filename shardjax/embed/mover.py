@@ -66,15 +66,26 @@ class Mover:
         return self._view(g, slab, self._mesh, self._span.total)
 
     def write(
-        self, g: int, slab: SlabState, slots: np.ndarray, rows: np.ndarray
+        self,
+        g: int,
+        slab: SlabState,
+        slots: np.ndarray,
+        rows: np.ndarray,
+        row_state: Sequence[np.ndarray] | None,
     ) -> SlabState:
         """A group's slab, donated, with rows at some slots of this process's devices:
-        int32 [n], numbered through; past all of them for rows that are not to be written."""
+        int32 [n], numbered through; past all of them for rows that are not to be written.
+        Without `row_state`, that of the slots stays."""
         own = self.own(g, slab)
         _, sharding = self._options(self._groups[g])
-        values = jnp.asarray(rows, own.rows.dtype)
-        written = _set_rows(own.rows, slots, values, sharding)
-        return self.whole(g, SlabState(written, own.row_state, own.shared))
+
+        def put(x: jax.Array, values: np.ndarray) -> jax.Array:
+            return _set_rows(x, slots, jnp.asarray(values, x.dtype), sharding)
+
+        state = own.row_state
+        if row_state is not None:
+            state = [put(x, values) for x, values in zip(state, row_state, strict=True)]
+        return self.whole(g, SlabState(put(own.rows, rows), state, own.shared))
 
     def copy(self, g: int, slab: SlabState) -> SlabState:
         """A group's slab in memory of its own."""

@@ -508,6 +508,14 @@ def test_rows_are_loaded_and_exported(mesh, where, tmp_path, monkeypatch):
         assert len(part.keys) <= 700
         exported |= dict(zip(part.keys.tolist(), part.rows, strict=True))
     np.testing.assert_array_equal([exported[int(k)] for k in keys], values)
+    moments = [values[::-1], values**2]  # with the rows, Adam's of theirs
+    state = run.collection.load_rows(run.state.tables, "item", keys, -values, moments)
+    run.state = run.state.replace(tables=state)
+    for part in run.collection.export(state, "item"):
+        mine = part.take(part.keys >= KEYS // 2)
+        at = mine.keys - KEYS // 2
+        for x, y in zip([mine.rows, *mine.row_state], [-values, *moments], strict=True):
+            np.testing.assert_array_equal(x, y[at])
     stats = run.collection.stats()["group0"]
     users = len(run.collection.keys("user"))
     assert stats["tables"] == 2 and stats["rows"] == len(exported) + users
@@ -532,6 +540,11 @@ def test_bad_rows_are_not_loaded():
         load(state, "item", np.array([1.0]), np.zeros((1, 4)))
     with pytest.raises(KeyError, match="no table is named 'shop'"):
         load(state, "shop", np.array([1]), np.zeros((1, 4)))
+    with pytest.raises(
+        ValueError, match=r"of shapes \[\], got \[\(1, 4\)\]. `lookup_rows`"
+    ):
+        load(state, "item", np.array([1]), np.zeros((1, 4)), [np.zeros((1, 4))])
+    assert not run.collection.keys("item").size
 
 
 @pytest.mark.parametrize("window", [1, 5])
