@@ -39,6 +39,7 @@ from experiments.output import (
     open_writers,
     write_result,
 )
+from experiments.policies import play, references
 from experiments.table_learner import TableLearner
 from shardjax import rl, writers
 
@@ -179,7 +180,10 @@ class Run:
         last, stats = self.rows[-1], self.replay.stats()
         if config.keeps_best:
             self.learner.choose_kept()
-        found = self.returns(_seed(config.seed, RESULT, 0))
+        seed = _seed(config.seed, RESULT, 0)
+        found = self.returns(seed)
+        with contextlib.closing(open_envs(config, config.eval_episodes)) as envs:
+            others = references(envs, seed)
         return {
             "steps": rounds * every,
             "updates": config.total_updates(),
@@ -188,6 +192,7 @@ class Run:
             "eval/return_mean": float(found.mean()),
             "eval/return_min": float(found.min()),
             "eval/episodes": config.eval_episodes,
+            **others,
             "env_steps_per_s": _rate(taken, acting + learning),
             "acting_steps_per_s": _rate(taken, acting),
             "updates_per_s": _rate(updates, learning),
@@ -268,19 +273,15 @@ class Run:
         Args:
           seed: of the environments.
         """
-        episodes = self.config.eval_episodes
-        envs = open_envs(self.config, episodes)
-        obs = envs.reset(seed=seed)
-        returns, going = np.zeros(episodes), np.ones(episodes, bool)
         rng = np.random.default_rng(0)  # which draws nothing
-        while going.any():
-            actions = rl.epsilon_greedy(self.learner.q_values(obs), 0.0, rng)
-            step = envs.step(actions)
-            returns += step.reward * going
-            going &= ~step.done
-            obs = step.obs
-        envs.close()
-        return returns
+
+        def choose(obs: Any) -> np.ndarray:
+            return rl.epsilon_greedy(self.learner.q_values(obs), 0.0, rng)
+
+        with contextlib.closing(
+            open_envs(self.config, self.config.eval_episodes)
+        ) as envs:
+            return play(envs, choose, seed)
 
     def _kept(self) -> Kept:
         replay = _padded(self.replay.state_dict(), self.config.capacity)

@@ -210,6 +210,7 @@ def test_the_documented_command_prints_one_json_line():
         ({"env": "recsim", "keep": "best"}, "`keep` best would copy whole tables"),
         ({"env": "recsim", "dueling": True}, "`dueling` has no effect in `env` recsim"),
         ({"env": "recsim", "recsim": {"users": 0}}, "`users` must be positive, got 0"),
+        ({"env": "recsim", "recsim": {"dim": 1}}, "`dim` must be at least 2, a.*got 1"),
         (
             {"recsim": {"items": 9}},
             "options of `recsim` have no effect with `env` Cart",
@@ -248,6 +249,11 @@ RECSIM = {
 }
 
 
+def test_the_settings_of_the_recommender_fit():
+    config = configs.from_toml(dqn.Config, ROOT / "experiments/recsim.toml")
+    assert config.env == "recsim" and config.target_rule() == rl.HardCopy(100)
+
+
 def test_tables_in_tiers_on_a_mesh_give_the_curve_of_one_device(tmp_path):
     plain, result = trained(**RECSIM)
     storage = {
@@ -264,7 +270,9 @@ def test_tables_in_tiers_on_a_mesh_give_the_curve_of_one_device(tmp_path):
         assert set(row) == set(wanted)
         for name in row:
             np.testing.assert_allclose(row[name], wanted[name], rtol=1e-4)
-    assert same["eval/return_mean"] == result["eval/return_mean"]
+    for name in ("return_mean", "random", "popularity", "myopic_best", "planning_best"):
+        assert same[f"eval/{name}"] == result[f"eval/{name}"]
+    assert 0 < result["eval/random"] < result["eval/planning_best"] <= 20
     tables = run.learner, plain.learner
     for name in ("user", "item"):
         keys = plain.learner.collection.keys(name)
