@@ -17,11 +17,9 @@ proportional``. See docs/rl.md.
 """
 
 import contextlib
-import dataclasses
 import json
 import math
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -31,6 +29,7 @@ import shardjax as sj
 from experiments import config as configs
 from experiments.checkpoints import Checkpoints
 from experiments.dqn_config import RECSIM, Config
+from experiments.dqn_state import Kept, padded, unpadded
 from experiments.learners import Learner, VectorLearner
 from experiments.output import (
     as_floats,
@@ -94,21 +93,6 @@ def run(config: Config) -> dict[str, Any]:
     return result
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Kept:
-    """What a checkpoint has of a run; numbers that are no arrays are in its `extra`."""
-
-    learner: Any
-    kept: Any  # of the learner
-    replay: dict[str, Any]  # of `_padded`
-    tables: Any  # of the learner
-
-    def replace(self, **changes) -> "Kept":
-        """A copy with other values for some fields."""
-        return dataclasses.replace(self, **changes)
-
-
 class Run:
     """An agent in its environments."""
 
@@ -126,6 +110,7 @@ class Run:
         )
         self._rng = np.random.default_rng([config.seed, 0])
         self._best = -math.inf  # of the evaluations
+        self._figures: dict[str, list[float]] = {}  # of updates since the last row
         self._start(obs)
 
     def _start(self, obs: Any) -> None:
@@ -133,6 +118,16 @@ class Run:
         config = self.config
         self._obs = obs
         self._n_step = rl.NStep(config.n_step, config.discount, config.num_envs)
+        never = np.zeros(config.num_envs, bool)
+        self._n_step.add(  # nothing, so that its state has the form that it is to keep
+            obs=obs,
+            action=np.zeros(config.num_envs, np.int32),
+            reward=np.zeros(config.num_envs, np.float32),
+            next_obs=obs,
+            terminated=never,
+            truncated=never,
+            valid=never,
+        )
         self._returns = np.zeros(config.num_envs)
         self._finished: list[float] = []  # returns since the last row
 
@@ -145,7 +140,6 @@ class Run:
         rounds, every = config.rounds(), config.train_every
         acting = learning = 0.0
         taken, updates = 0, 0
-        figures: dict[str, list[float]] = {}
         bar = writers.ProgressBar(
             rounds,
             batch_size=every,
@@ -160,7 +154,7 @@ class Run:
                 if number * every >= config.learning_starts:
                     mark = time.perf_counter()
                     for name, values in self._learn(number / rounds).items():
-                        figures.setdefault(name, []).extend(values)
+                        self._figures.setdefault(name, []).extend(values)
                     learning += time.perf_counter() - mark
                     updates += config.updates
                 steps = number * every
@@ -169,9 +163,8 @@ class Run:
                     steps // config.eval_every > (steps - every) // config.eval_every
                 )
                 if evaluates or number == rounds:
-                    row = self._row(figures)
+                    row = self._row()
                     row |= self._evaluate(number) | checkpoints.figures()
-                    figures = {}
                     self.rows.append({"step": steps, **row})
                     writer.write(steps, row)
                 bar.write(number, row)
@@ -250,9 +243,10 @@ class Run:
         self.learner.publish()
         return found
 
-    def _row(self, figures: dict[str, list[float]]) -> dict[str, float]:
+    def _row(self) -> dict[str, float]:
         """Means since the row before."""
-        row = {f"train/{name}": float(np.mean(v)) for name, v in figures.items()}
+        row = {f"train/{name}": float(np.mean(v)) for name, v in self._figures.items()}
+        self._figures = {}
         row["train/episodes"] = len(self._finished)
         if self._finished:
             row["train/return_mean"] = float(np.mean(self._finished))
@@ -284,26 +278,44 @@ class Run:
             return play(envs, choose, seed)
 
     def _kept(self) -> Kept:
-        replay = _padded(self.replay.state_dict(), self.config.capacity)
+        replay = padded(self.replay.state_dict(), self.config.capacity)
         learner = self.learner
-        return Kept(learner.state, learner.kept, replay, learner.tables)
+        return Kept(learner.state, learner.kept, replay, learner.tables, self._acting())
+
+    def _acting(self) -> dict[str, Any]:
+        """Where the environments are, arrays; nothing of those that cannot be saved."""
+        if not isinstance(self.envs, rl.RecSim):
+            return {}
+        envs = self.envs.state_dict()
+        del envs["rng"]  # numbers too long for arrays
+        steps = self._n_step.state_dict()
+        return {"envs": envs, "steps": steps, "returns": self._returns.copy()}
 
     def _extra(self) -> dict[str, Any]:
         rows = [finite(row) for row in self.rows]
         generator = self._rng.bit_generator.state
         best = finite({"best": self._best})  # JSON has no infinity
-        return {"rows": rows, **best, "rng": generator}
+        extra = {"rows": rows, **best, "rng": generator, "figures": self._figures}
+        if isinstance(self.envs, rl.RecSim):
+            extra["envs_rng"] = self.envs.state_dict()["rng"]
+        return extra | {"finished": self._finished}
 
     def _go_on(self, number: int, kept: Kept, extra: dict[str, Any]) -> None:
-        """Becomes as the run was after a round, but for its environments."""
+        """Becomes as the run was after a round, but for environments that cannot be saved."""
         self.rows = as_floats(extra["rows"])
         self._best = -math.inf if extra["best"] is None else extra["best"]
         self._rng.bit_generator.state = extra["rng"]
         self.learner.state, self.learner.kept = kept.learner, kept.kept
         self.learner.tables = kept.tables
         self.learner.publish()
-        self.replay.load_state_dict(_unpadded(kept.replay))
+        self.replay.load_state_dict(unpadded(kept.replay))
         self._start(self.envs.reset(seed=_seed(self.config.seed, RESTART, number)))
+        self._finished, self._figures = extra["finished"], extra["figures"]
+        if isinstance(self.envs, rl.RecSim):
+            rng = {"rng": extra["envs_rng"]}
+            self._obs = self.envs.load_state_dict(kept.acting["envs"] | rng)
+            self._n_step.load_state_dict(kept.acting["steps"])
+            self._returns = np.array(kept.acting["returns"])
 
 
 def open_envs(config: Config, num_envs: int) -> rl.VectorEnv:
@@ -341,32 +353,6 @@ def _example(obs: Any) -> dict[str, Any]:
         "discount_t": number,
         "obs_t": one,
     }
-
-
-def _padded(state: dict[str, Any], capacity: int) -> dict[str, Any]:
-    """A replay's state with arrays of one size, whatever is in it: they are restored into
-    those of another."""
-    rows = len(state["ids"])
-
-    def pad(x):
-        out = np.zeros((capacity, *x.shape[1:]), x.dtype)
-        out[: len(x)] = x
-        return out
-
-    grow = [name for name in ("items", "ids", "order", "priorities") if name in state]
-    sizes = {"rows": np.int64(rows), "size": np.int64(len(state["order"]))}
-    return {**state, **{n: jax.tree.map(pad, state[n]) for n in grow}, **sizes}
-
-
-def _unpadded(state: dict[str, Any]) -> dict[str, Any]:
-    """What `_padded` was given."""
-    state = dict(state)
-    rows, size = int(state.pop("rows")), int(state.pop("size"))
-    state["order"] = state["order"][:size]
-    for name in ("items", "ids", "priorities"):
-        if name in state:
-            state[name] = jax.tree.map(lambda x: x[:rows], state[name])
-    return state
 
 
 def _seed(seed: int, use: int, number: int) -> int:

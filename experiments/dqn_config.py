@@ -137,8 +137,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: str = "auto"
     """What to go on from in --checkpoint.dir: auto (the newest, if there is one), none, or the
-    number of a round. Learner, replay and exploration go on as they were; environments
-    begin new episodes."""
+    number of a round. Learner, replay and exploration go on as they were, and recsim too;
+    environments of Gymnasium begin new episodes."""
     out: Path | None = None
     """Folder for the config, metrics.jsonl, TensorBoard events and curves.png."""
 
