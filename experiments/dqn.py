@@ -3,6 +3,7 @@
     python -m experiments.dqn                                   CartPole-v1, 50,000 steps
     python -m experiments.dqn --target polyak --replay proportional
     python -m experiments.dqn --mesh 8x1 --zero 3 --seed 1 --out runs/dqn
+    python -m experiments.dqn --config experiments/recsim.toml  a recommender
 
 Several environments act by turns with the updates: `train_every` steps, then `updates` of
 them. Prints progress, and as the last line one JSON object with the result, of which
@@ -13,15 +14,14 @@ the CPU. It runs in one process.
 
 Measured with jax 0.10.2: CartPole-v1 is solved, 500 of 500 in each of 20 fresh episodes, in all
 of 15 runs: seeds 0 to 4, with hard copies, with ``--target polyak`` and with ``--replay
-proportional``. See docs/rl.md.
+proportional``. In the recommender learning beats popularity, no target and one that is never
+copied. See docs/rl.md.
 """
 
 import contextlib
-import dataclasses
 import json
 import math
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ import shardjax as sj
 from experiments import config as configs
 from experiments.checkpoints import Checkpoints
 from experiments.dqn_config import RECSIM, Config
+from experiments.dqn_state import Kept, padded, unpadded
 from experiments.learners import Learner, VectorLearner
 from experiments.output import (
     as_floats,
@@ -39,6 +40,7 @@ from experiments.output import (
     open_writers,
     write_result,
 )
+from experiments.policies import play, references
 from experiments.table_learner import TableLearner
 from shardjax import rl, writers
 
@@ -93,21 +95,6 @@ def run(config: Config) -> dict[str, Any]:
     return result
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Kept:
-    """What a checkpoint has of a run; numbers that are no arrays are in its `extra`."""
-
-    learner: Any
-    kept: Any  # of the learner
-    replay: dict[str, Any]  # of `_padded`
-    tables: Any  # of the learner
-
-    def replace(self, **changes) -> "Kept":
-        """A copy with other values for some fields."""
-        return dataclasses.replace(self, **changes)
-
-
 class Run:
     """An agent in its environments."""
 
@@ -125,6 +112,7 @@ class Run:
         )
         self._rng = np.random.default_rng([config.seed, 0])
         self._best = -math.inf  # of the evaluations
+        self._figures: dict[str, list[float]] = {}  # of updates since the last row
         self._start(obs)
 
     def _start(self, obs: Any) -> None:
@@ -132,6 +120,16 @@ class Run:
         config = self.config
         self._obs = obs
         self._n_step = rl.NStep(config.n_step, config.discount, config.num_envs)
+        never = np.zeros(config.num_envs, bool)
+        self._n_step.add(  # nothing, so that its state has the form that it is to keep
+            obs=obs,
+            action=np.zeros(config.num_envs, np.int32),
+            reward=np.zeros(config.num_envs, np.float32),
+            next_obs=obs,
+            terminated=never,
+            truncated=never,
+            valid=never,
+        )
         self._returns = np.zeros(config.num_envs)
         self._finished: list[float] = []  # returns since the last row
 
@@ -144,7 +142,6 @@ class Run:
         rounds, every = config.rounds(), config.train_every
         acting = learning = 0.0
         taken, updates = 0, 0
-        figures: dict[str, list[float]] = {}
         bar = writers.ProgressBar(
             rounds,
             batch_size=every,
@@ -159,7 +156,7 @@ class Run:
                 if number * every >= config.learning_starts:
                     mark = time.perf_counter()
                     for name, values in self._learn(number / rounds).items():
-                        figures.setdefault(name, []).extend(values)
+                        self._figures.setdefault(name, []).extend(values)
                     learning += time.perf_counter() - mark
                     updates += config.updates
                 steps = number * every
@@ -168,9 +165,8 @@ class Run:
                     steps // config.eval_every > (steps - every) // config.eval_every
                 )
                 if evaluates or number == rounds:
-                    row = self._row(figures)
+                    row = self._row()
                     row |= self._evaluate(number) | checkpoints.figures()
-                    figures = {}
                     self.rows.append({"step": steps, **row})
                     writer.write(steps, row)
                 bar.write(number, row)
@@ -179,7 +175,10 @@ class Run:
         last, stats = self.rows[-1], self.replay.stats()
         if config.keeps_best:
             self.learner.choose_kept()
-        found = self.returns(_seed(config.seed, RESULT, 0))
+        seed = _seed(config.seed, RESULT, 0)
+        found = self.returns(seed)
+        with contextlib.closing(open_envs(config, config.eval_episodes)) as envs:
+            others = references(envs, seed)
         return {
             "steps": rounds * every,
             "updates": config.total_updates(),
@@ -188,6 +187,7 @@ class Run:
             "eval/return_mean": float(found.mean()),
             "eval/return_min": float(found.min()),
             "eval/episodes": config.eval_episodes,
+            **others,
             "env_steps_per_s": _rate(taken, acting + learning),
             "acting_steps_per_s": _rate(taken, acting),
             "updates_per_s": _rate(updates, learning),
@@ -245,9 +245,10 @@ class Run:
         self.learner.publish()
         return found
 
-    def _row(self, figures: dict[str, list[float]]) -> dict[str, float]:
+    def _row(self) -> dict[str, float]:
         """Means since the row before."""
-        row = {f"train/{name}": float(np.mean(v)) for name, v in figures.items()}
+        row = {f"train/{name}": float(np.mean(v)) for name, v in self._figures.items()}
+        self._figures = {}
         row["train/episodes"] = len(self._finished)
         if self._finished:
             row["train/return_mean"] = float(np.mean(self._finished))
@@ -268,41 +269,55 @@ class Run:
         Args:
           seed: of the environments.
         """
-        episodes = self.config.eval_episodes
-        envs = open_envs(self.config, episodes)
-        obs = envs.reset(seed=seed)
-        returns, going = np.zeros(episodes), np.ones(episodes, bool)
         rng = np.random.default_rng(0)  # which draws nothing
-        while going.any():
-            actions = rl.epsilon_greedy(self.learner.q_values(obs), 0.0, rng)
-            step = envs.step(actions)
-            returns += step.reward * going
-            going &= ~step.done
-            obs = step.obs
-        envs.close()
-        return returns
+
+        def choose(obs: Any) -> np.ndarray:
+            return rl.epsilon_greedy(self.learner.q_values(obs), 0.0, rng)
+
+        with contextlib.closing(
+            open_envs(self.config, self.config.eval_episodes)
+        ) as envs:
+            return play(envs, choose, seed)
 
     def _kept(self) -> Kept:
-        replay = _padded(self.replay.state_dict(), self.config.capacity)
+        replay = padded(self.replay.state_dict(), self.config.capacity)
         learner = self.learner
-        return Kept(learner.state, learner.kept, replay, learner.tables)
+        return Kept(learner.state, learner.kept, replay, learner.tables, self._acting())
+
+    def _acting(self) -> dict[str, Any]:
+        """Where the environments are, arrays; nothing of those that cannot be saved."""
+        if not isinstance(self.envs, rl.RecSim):
+            return {}
+        envs = self.envs.state_dict()
+        del envs["rng"]  # numbers too long for arrays
+        steps = self._n_step.state_dict()
+        return {"envs": envs, "steps": steps, "returns": self._returns.copy()}
 
     def _extra(self) -> dict[str, Any]:
         rows = [finite(row) for row in self.rows]
         generator = self._rng.bit_generator.state
         best = finite({"best": self._best})  # JSON has no infinity
-        return {"rows": rows, **best, "rng": generator}
+        extra = {"rows": rows, **best, "rng": generator, "figures": self._figures}
+        if isinstance(self.envs, rl.RecSim):
+            extra["envs_rng"] = self.envs.state_dict()["rng"]
+        return extra | {"finished": self._finished}
 
     def _go_on(self, number: int, kept: Kept, extra: dict[str, Any]) -> None:
-        """Becomes as the run was after a round, but for its environments."""
+        """Becomes as the run was after a round, but for environments that cannot be saved."""
         self.rows = as_floats(extra["rows"])
         self._best = -math.inf if extra["best"] is None else extra["best"]
         self._rng.bit_generator.state = extra["rng"]
         self.learner.state, self.learner.kept = kept.learner, kept.kept
         self.learner.tables = kept.tables
         self.learner.publish()
-        self.replay.load_state_dict(_unpadded(kept.replay))
+        self.replay.load_state_dict(unpadded(kept.replay))
         self._start(self.envs.reset(seed=_seed(self.config.seed, RESTART, number)))
+        self._finished, self._figures = extra["finished"], extra["figures"]
+        if isinstance(self.envs, rl.RecSim):
+            rng = {"rng": extra["envs_rng"]}
+            self._obs = self.envs.load_state_dict(kept.acting["envs"] | rng)
+            self._n_step.load_state_dict(kept.acting["steps"])
+            self._returns = np.array(kept.acting["returns"])
 
 
 def open_envs(config: Config, num_envs: int) -> rl.VectorEnv:
@@ -340,32 +355,6 @@ def _example(obs: Any) -> dict[str, Any]:
         "discount_t": number,
         "obs_t": one,
     }
-
-
-def _padded(state: dict[str, Any], capacity: int) -> dict[str, Any]:
-    """A replay's state with arrays of one size, whatever is in it: they are restored into
-    those of another."""
-    rows = len(state["ids"])
-
-    def pad(x):
-        out = np.zeros((capacity, *x.shape[1:]), x.dtype)
-        out[: len(x)] = x
-        return out
-
-    grow = [name for name in ("items", "ids", "order", "priorities") if name in state]
-    sizes = {"rows": np.int64(rows), "size": np.int64(len(state["order"]))}
-    return {**state, **{n: jax.tree.map(pad, state[n]) for n in grow}, **sizes}
-
-
-def _unpadded(state: dict[str, Any]) -> dict[str, Any]:
-    """What `_padded` was given."""
-    state = dict(state)
-    rows, size = int(state.pop("rows")), int(state.pop("size"))
-    state["order"] = state["order"][:size]
-    for name in ("items", "ids", "priorities"):
-        if name in state:
-            state[name] = jax.tree.map(lambda x: x[:rows], state[name])
-    return state
 
 
 def _seed(seed: int, use: int, number: int) -> int:

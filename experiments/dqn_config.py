@@ -26,9 +26,9 @@ class RecSimConfig:
     """Candidates to choose from at each step."""
     dim: int = 16
     """Numbers per row of the tables of users and of items."""
-    rows: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = "adam"
+    rows: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = "adagrad"
     """Optimizer of the rows; a step moves only the rows it uses."""
-    rows_lr: float = 2e-3
+    rows_lr: float = 0.03
     """Its learning rate."""
 
     def __post_init__(self):
@@ -37,6 +37,11 @@ class RecSimConfig:
                 raise ValueError(
                     f"`{name}` must be positive, got {getattr(self, name)}"
                 )
+        if self.dim < 2:
+            raise ValueError(
+                "`dim` must be at least 2, a number of its own and a vector, got"
+                f" {self.dim}"
+            )
         if not self.rows_lr >= 0:
             raise ValueError(f"`rows_lr` must not be negative, got {self.rows_lr}")
 
@@ -132,8 +137,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: str = "auto"
     """What to go on from in --checkpoint.dir: auto (the newest, if there is one), none, or the
-    number of a round. Learner, replay and exploration go on as they were; environments
-    begin new episodes."""
+    number of a round. Learner, replay and exploration go on as they were, and recsim too;
+    environments of Gymnasium begin new episodes."""
     out: Path | None = None
     """Folder for the config, metrics.jsonl, TensorBoard events and curves.png."""
 

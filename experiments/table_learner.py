@@ -2,7 +2,8 @@
 
 Users and items have rows in tables that may be larger than the devices, than RAM: where they
 lie is for `--storage`. A value is asked for per candidate, so the network scores pairs of a
-state (the user, what was shown and clicked in the session) and an item.
+state (the user, what was shown and clicked in the session) and an item. It does so by a product
+of two vectors, which costs little per candidate.
 """
 
 from typing import Any
@@ -19,46 +20,50 @@ from shardjax import embed, rl, train
 from shardjax.data import Batch
 
 NOTHING = 0  # no item has this id
+FIGURES = 3  # numbers of `_figures`
 
 
-class PairNetwork(nnx.Module):
-    """Values of items in a state, from vectors; returns `rl.QValues`.
+class SlateNetwork(nnx.Module):
+    """Values of items in a session, from vectors; returns `rl.QValues`.
+
+    An item is worth `v + u + b + <w + user + clicked, item>`: v and w are of a network that
+    sees the session, u and b the last numbers of the user's and the item's vector (Koren et
+    al. 2009), the vectors the rest of them. An item whose row is zero, such as one that was
+    never seen, is worth as much as any other such.
 
     Args:
-      dim: of the vectors.
+      dim: of the vectors, at least 2.
       layers: widths of the hidden layers.
       rngs: of the parameters.
     """
 
     def __init__(self, dim: int, layers: tuple[int, ...], rngs: nnx.Rngs):
-        widths = [6 * dim + 1, *layers, 1]
+        widths = [3 * dim + FIGURES, *layers, dim]
         self.layers = nnx.List(
             nnx.Linear(a, b, rngs=rngs)
             for a, b in zip(widths[:-1], widths[1:], strict=True)
         )
 
     def __call__(self, dense: jax.Array, embeddings: dict[str, Any]) -> rl.QValues:
-        """dense: share of the session that is over before the action, and after it."""
+        """dense: `_figures` of the session before the action, and after it."""
         candidates = embeddings["candidates"]
-        before = self._value(embeddings, "", dense[:, 0], embeddings["action"][:, None])
-        after = self._value(embeddings, "_t", dense[:, 1], candidates.values)
-        return rl.QValues(before[:, 0], jnp.where(candidates.mask, after, -jnp.inf))
+        before, after = dense[:, :FIGURES], dense[:, FIGURES : 2 * FIGURES]
+        q_tm1 = self._value(embeddings, "", before, embeddings["action"][:, None])
+        q_t = self._value(embeddings, "_t", after, candidates.values)
+        return rl.QValues(q_tm1[:, 0], jnp.where(candidates.mask, q_t, -jnp.inf))
 
-    def _value(self, embeddings, when: str, progress, items: jax.Array) -> jax.Array:
+    def _value(self, embeddings, when: str, figures, items: jax.Array) -> jax.Array:
         """Values [batch, items] of items [batch, items, dim]."""
-
-        def each(x):
-            return jnp.broadcast_to(x[:, None], (*items.shape[:2], x.shape[-1]))
-
         user, shown, clicked = (
-            each(embeddings[name])
-            for name in ("user", f"shown{when}", f"clicked{when}")
+            embeddings[name] for name in ("user", f"shown{when}", f"clicked{when}")
         )
-        parts = (user, shown, clicked, items, items * user, items * clicked)
-        x = jnp.concatenate([*parts, each(progress[:, None])], axis=-1)
+        x = jnp.concatenate([user, shown, clicked, figures], axis=-1)
         for layer in self.layers[:-1]:
             x = nnx.relu(layer(x))
-        return self.layers[-1](x)[..., 0]
+        x = self.layers[-1](x)
+        liked = x[:, 1:] + user[:, :-1] + clicked[:, :-1]
+        fits = jnp.einsum("bd,bkd->bk", liked, items[..., :-1])
+        return (x[:, 0] + user[:, -1])[:, None] + items[..., -1] + fits
 
 
 class TableLearner:
@@ -75,7 +80,7 @@ class TableLearner:
         rule = config.target_rule()
         self.collection = make_tables(config, self.mesh, self.slate)
         dim = config.recsim.dim
-        network = sj.from_nnx(PairNetwork(dim, config.layers, nnx.Rngs(config.seed)))
+        network = sj.from_nnx(SlateNetwork(dim, config.layers, nnx.Rngs(config.seed)))
         tx = make_optimizer(config)
         plan = sj.plan_network(network, tx, self.collection, config.zero)
         self.kept: Any = ()
@@ -165,10 +170,8 @@ class TableLearner:
         """Items as a batch: what the features of `make_tables` say."""
         candidates = after["candidates"]
         lengths = np.full(len(candidates), self.slate, np.int32)
-        dense = np.stack(
-            [before["step"] / self.horizon, after["step"] / self.horizon, discount_t],
-            axis=1,
-        ).astype(np.float32)
+        sessions = (_figures(x, self.horizon) for x in (before, after))
+        dense = np.column_stack([*sessions, discount_t]).astype(np.float32)
         return Batch(
             np.asarray(r_t, np.float32),
             dense,
@@ -184,17 +187,24 @@ class TableLearner:
 
 
 def make_tables(config: Config, mesh, slate: int) -> embed.EmbeddingCollection:
-    """Tables of users and items, with a target of each row."""
+    """Tables of users and items, with a target of each row.
+
+    An item begins as one of which nothing is known. Users begin apart from each other:
+    if both were zero, their product would have no gradient.
+    """
     tx = rl.keep_target(config.recsim.row_optimizer(), config.target_rule())
     user, item = (
         embed.TableSpec(
             name,
             config.recsim.dim,
             tx,
-            initializer=embed.uniform(0.05),
+            initializer=initializer,
             admit=config.admit.policy(),
         )
-        for name in ("user", "item")
+        for name, initializer in (
+            ("user", embed.uniform(0.05)),
+            ("item", embed.zeros()),
+        )
     )
     bag = embed.FeatureSpec(item, combiner="mean")
     features = {
@@ -210,6 +220,16 @@ def make_tables(config: Config, mesh, slate: int) -> embed.EmbeddingCollection:
         # each growth compiles the step again
         initial_rows=max(131072 // mesh.size, 1024),
         storage=config.storage.storage(),
+    )
+
+
+def _figures(obs: dict[str, np.ndarray], horizon: int) -> np.ndarray:
+    """Numbers that say how a session goes, [sessions, FIGURES]: the share of it that is over,
+    that of the remembered items which were clicked, and how much is remembered."""
+    length, most = obs["history_length"], max(obs["history"].shape[1], 1)
+    clicks = obs["clicked"].sum(axis=1)
+    return np.stack(
+        [obs["step"] / horizon, clicks / np.maximum(length, 1), length / most], axis=1
     )
 
 

@@ -210,6 +210,7 @@ def test_the_documented_command_prints_one_json_line():
         ({"env": "recsim", "keep": "best"}, "`keep` best would copy whole tables"),
         ({"env": "recsim", "dueling": True}, "`dueling` has no effect in `env` recsim"),
         ({"env": "recsim", "recsim": {"users": 0}}, "`users` must be positive, got 0"),
+        ({"env": "recsim", "recsim": {"dim": 1}}, "`dim` must be at least 2, a.*got 1"),
         (
             {"recsim": {"items": 9}},
             "options of `recsim` have no effect with `env` Cart",
@@ -248,6 +249,11 @@ RECSIM = {
 }
 
 
+def test_the_settings_of_the_recommender_fit():
+    config = configs.from_toml(dqn.Config, ROOT / "experiments/recsim.toml")
+    assert config.env == "recsim" and config.target_rule() == rl.HardCopy(100)
+
+
 def test_tables_in_tiers_on_a_mesh_give_the_curve_of_one_device(tmp_path):
     plain, result = trained(**RECSIM)
     storage = {
@@ -264,7 +270,9 @@ def test_tables_in_tiers_on_a_mesh_give_the_curve_of_one_device(tmp_path):
         assert set(row) == set(wanted)
         for name in row:
             np.testing.assert_allclose(row[name], wanted[name], rtol=1e-4)
-    assert same["eval/return_mean"] == result["eval/return_mean"]
+    for name in ("return_mean", "random", "popularity", "myopic_best", "planning_best"):
+        assert same[f"eval/{name}"] == result[f"eval/{name}"]
+    assert 0 < result["eval/random"] < result["eval/planning_best"] <= 20
     tables = run.learner, plain.learner
     for name in ("user", "item"):
         keys = plain.learner.collection.keys(name)
@@ -278,27 +286,48 @@ def test_tables_in_tiers_on_a_mesh_give_the_curve_of_one_device(tmp_path):
     run.learner.close()
 
 
-def test_a_run_with_tables_goes_on_where_it_was_saved(tmp_path):
-    saving = {"checkpoint": {"dir": str(tmp_path / "saved"), "full_every": 2}}
-    first, _ = trained(**RECSIM, **saving)
-    again = dqn.Run(config_of(**RECSIM, **saving))
-    with Checkpoints(
-        again.config, again.config.rounds(), collection=again.learner.collection
-    ) as checkpoints:
-        begun, kept, extra = checkpoints.begin(again._kept())
-        again._go_on(begun, kept, extra)
-        checkpoints.end(None)
-    assert begun == 4
-    obs = again._obs
-    np.testing.assert_array_equal(
-        again.learner.q_values(obs), first.learner.q_values(obs)
-    )
+class Interrupted(Exception):
+    """Ends a run in its middle."""
+
+
+def test_a_recommender_that_goes_on_ends_as_one_that_was_not_interrupted(
+    tmp_path, monkeypatch
+):
+    saving = {"dir": str(tmp_path / "saved"), "interval": 1, "full_every": 2}
+    options = {**RECSIM, "n_step": 3}
+    plain, result = trained(**options)
+    learn, calls = dqn.Run._learn, []
+
+    def interrupted(self, progress):
+        calls.append(progress)
+        if len(calls) == 3:  # a row is due after it
+            raise Interrupted
+        return learn(self, progress)
+
+    monkeypatch.setattr(dqn.Run, "_learn", interrupted)
+    with pytest.raises(Interrupted):
+        trained(**options, checkpoint=saving)
+    again, same = trained(**options, checkpoint=saving)
+    assert len(calls) == 3 + 2  # of the four there are, two were kept
+
+    def own(row):
+        return {k: v for k, v in row.items() if not k.startswith("checkpoint/")}
+
+    assert [own(row) for row in again.rows] == plain.rows
+    for name in ("eval/return_mean", "eval/return_min", "train/loss"):
+        assert same[name] == result[name]
+    states = [
+        (x.learner.state, x._n_step.state_dict(), x._obs, x.learner.q_values(x._obs))
+        for x in (again, plain)
+    ]
+    for x, y in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_array_equal(x, y)
     # the next updates are the same, those of the tables' target included
     for _ in range(2):
-        batches = [x.replay.sample(16, groups=2) for x in (first, again)]
+        batches = [x.replay.sample(16, groups=2) for x in (again, plain)]
         (td, info), (wanted, _) = (
             x.learner.learn(batch)
-            for x, batch in zip((first, again), batches, strict=True)
+            for x, batch in zip((again, plain), batches, strict=True)
         )
         np.testing.assert_array_equal(td, wanted)
         assert np.isfinite(info["loss"]).all()
