@@ -60,7 +60,9 @@ def _tell_compiler(**options):
     _in_short.update(options)
     # This process has read its flags: `fused` can still take the options back.
     flags = [f"--{name}={str(value).lower()}" for name, value in options.items()]
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
+    os.environ["XLA_FLAGS"] = " ".join(
+        [os.environ.get("XLA_FLAGS", ""), *flags]
+    ).strip()
 
 
 @pytest.fixture(scope="module")
