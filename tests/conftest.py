@@ -31,17 +31,18 @@ _in_short: dict[str, str | bool] = {}
 def pytest_configure(config):
     """Programs run a few times here, so LLVM need not optimize them: their HLO is the
     same, and they are ready in half the time. Without the emitters of fusions they are
-    ready in a third of that, but their HLO is another (a scatter becomes a loop). Not so
-    the programs of modules that use `fused` or `optimized`, and of processes that tests
-    start; and none at all with `--all-combinations`."""
+    ready in a third of that, but their HLO is another (a scatter becomes a loop). So too
+    the programs of processes that tests start. Not so those of modules that use `fused` or
+    `optimized`; and none at all with `--all-combinations`."""
     if not config.getoption("--all-combinations"):
         jax.config.update("jax_disable_most_optimizations", True)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         _tell_compiler(xla_cpu_use_fusion_emitters=False)
 
 
 def _tell_compiler(**options):
-    """Options for each program, which JAX takes per call of `compile` alone. A JAX or XLA
-    that takes them no more only makes the suite slower."""
+    """Options for each program, which JAX takes per call of `compile` alone, and other
+    processes as flags. A JAX or XLA that takes them no more only makes the suite slower."""
     compiler = sys.modules.get("jax._src.compiler")
     made_by_jax = getattr(compiler, "get_compile_options", None)
     try:
@@ -57,6 +58,11 @@ def _tell_compiler(**options):
 
     setattr(compiler, "get_compile_options", get_compile_options)  # noqa: B010
     _in_short.update(options)
+    # This process has read its flags: `fused` can still take the options back.
+    flags = [f"--{name}={str(value).lower()}" for name, value in options.items()]
+    os.environ["XLA_FLAGS"] = " ".join(
+        [os.environ.get("XLA_FLAGS", ""), *flags]
+    ).strip()
 
 
 @pytest.fixture(scope="module")

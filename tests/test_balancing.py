@@ -12,7 +12,6 @@ from shardjax.mesh import make_mesh
 from tests.cluster import cluster, free_port, run_cluster
 
 PROGRAM = """
-jax.config.update("jax_disable_most_optimizations", True)
 start()
 import json
 import optax
@@ -108,8 +107,7 @@ def assert_close(found, wanted):
 
 
 @pytest.mark.multiprocess
-def test_the_program_balances(monkeypatch):
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+def test_the_program_balances():
     command = [
         sys.executable, "-m", "experiments.ctr", "--mesh", "2x1", "--model.name", "lr",
         "--data.rows", "3000", "--data.eval-rows", "100", "--data.balance", "4",
