@@ -55,7 +55,6 @@ from experiments.text import (
 from shardjax import processes, profiling, writers, zero
 from shardjax.mesh import as_mesh_shape
 from shardjax.models import gpt
-from shardjax.pacing import Pace
 from shardjax.remat import Remat
 from shardjax.sharded import place, replicate
 from shardjax.zero.plan import check_offload
@@ -300,7 +299,6 @@ class Run:
         self.rows = as_floats(extra.get("rows", []))
         losses = list(extra.get("losses", []))  # since the last row
         logged = begun - len(losses)
-        pace = Pace()
 
         def kept() -> dict[str, Any]:
             now = [float(x) for x in jax.device_get(losses)]
@@ -320,9 +318,7 @@ class Run:
                 )
                 batch = place(batch, self._batch)
                 trace.before(taken)
-                pace.wait()
                 self.state, info = self.step(self.state, batch)
-                pace.add(info["loss"])
                 trace.after(taken, info)
                 losses.append(info["loss"])
                 if taken == begun + 1:

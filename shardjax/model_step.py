@@ -31,6 +31,7 @@ from shardjax.zero.exchange import (
     trained_leaves,
 )
 from shardjax.zero.gradients import check_batch, checked_loss
+from shardjax.zero.guarded import guarded_step
 from shardjax.zero.offload import scale_gradients
 from shardjax.zero.step import abstract_state, scale_after
 
@@ -167,21 +168,16 @@ def make_model_step(
         ), info
 
     wanted = abstract_state(zero)
-    check = StateCheck(
-        {
-            "params": wanted.params,
-            "opt_state": wanted.opt_state,
-            "tables": tables.abstract(),
-        }
+    return guarded_step(
+        run,
+        StateCheck(
+            {
+                "params": wanted.params,
+                "opt_state": wanted.opt_state,
+                "tables": tables.abstract(),
+            }
+        ),
     )
-
-    def step(state: ModelState, batch):
-        state, info = run(check(state), batch)
-        check.returned(state)
-        return state, info
-
-    step.jitted = run
-    return step
 
 
 def _check_plans(tables: TablePlan, zero: ZeroPlan) -> None:

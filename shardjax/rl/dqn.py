@@ -47,6 +47,7 @@ from shardjax.zero import (
 )
 from shardjax.zero.checks import StateCheck, check_optimizer
 from shardjax.zero.exchange import in_compute_dtype, manual_specs, params_for_loss
+from shardjax.zero.guarded import guarded_step
 from shardjax.zero.step import make_clipped_gradients, scale_after, state_shardings
 
 FIELDS = ("obs_tm1", "a_tm1", "r_t", "discount_t", "obs_t", "weights")
@@ -274,17 +275,12 @@ def make_dqn_step(
     lagged = jax.tree.map(
         lambda x: x.update(dtype=target_dtype(target, x.dtype)), wanted.params
     )
-    check = StateCheck(
-        {"params": wanted.params, "opt_state": wanted.opt_state, "target": lagged}
+    return guarded_step(
+        run,
+        StateCheck(
+            {"params": wanted.params, "opt_state": wanted.opt_state, "target": lagged}
+        ),
     )
-
-    def step(state: DQNState, batch: dict[str, Any]):
-        state, info = run(check(state), batch)
-        check.returned(state)
-        return state, info
-
-    step.jitted = run
-    return step
 
 
 def _where(items: jax.Array, obs: PyTree) -> PyTree:

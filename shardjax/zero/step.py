@@ -19,6 +19,7 @@ from shardjax.precision import LossScale, all_finite, choose, init_scale, next_s
 from shardjax.sharded import to_host
 from shardjax.zero.checks import StateCheck, check_optimizer
 from shardjax.zero.gradients import Loss, make_gradients
+from shardjax.zero.guarded import guarded_step
 from shardjax.zero.offload import init_on_host, scale_gradients, update_on_host
 from shardjax.zero.opt_state import trained_only
 from shardjax.zero.plan import ZeroPlan
@@ -208,8 +209,9 @@ def make_step(
       `step(state, batch) -> (state, info)`. `state` is donated. `batch` is a tree of arrays
       [examples, ...], whose examples are split over the plan's axes. `info` are float32
       [] on the devices: loss, weight, grad_norm (before clipping) and, where the loss is
-      scaled, loss_scale and skipped, the number of steps that were so far. `step.jitted` is
-      the jitted function, for `lower`; it checks no state.
+      scaled, loss_scale and skipped, the number of steps that were so far. A call waits
+      until all steps but the last two are done. `step.jitted` is the jitted function, for
+      `lower`; it checks no state and waits for nothing.
 
     Raises:
       ValueError: for another optimizer than the plan's, a number of microbatches or a norm
@@ -232,15 +234,9 @@ def make_step(
         return ZeroState(state.step + 1, params, opt_state, scale), info
 
     wanted = abstract_state(plan)
-    check = StateCheck({"params": wanted.params, "opt_state": wanted.opt_state})
-
-    def step(state: ZeroState, batch):
-        state, info = run(check(state), batch)
-        check.returned(state)
-        return state, info
-
-    step.jitted = run
-    return step
+    return guarded_step(
+        run, StateCheck({"params": wanted.params, "opt_state": wanted.opt_state})
+    )
 
 
 def make_clipped_gradients(
