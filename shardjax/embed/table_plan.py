@@ -26,6 +26,7 @@ from shardjax.embed.in_graph import (
 )
 from shardjax.embed.noting import noted_ids
 from shardjax.embed.optimizers import split_state
+from shardjax.embed.table_rows import TableRows
 from shardjax.embed.table_state import (
     RowGradients as RowGradients,
     TableLeaf as TableLeaf,
@@ -95,6 +96,8 @@ class TablePlan:
                 [whole] * leaf.optimizer.is_row.count(False),
                 split,
                 split,
+                leaf.shape,
+                leaf.optimizer.names,
             )
             for leaf in self.leaves
         }
@@ -155,15 +158,8 @@ class TablePlan:
         """
         for leaf in self.leaves:
             found = tables.get(leaf.path)
-            # of n devices there are n places per row
-            if found is None or (
-                found.places.size % leaf.rows,
-                found.rows.shape[1],
-            ) != (
-                0,
-                leaf.dim,
-            ):
-                has = {path: table.rows.shape for path, table in tables.items()}
+            if found is None or found.shape != leaf.shape:
+                has = {path: table.shape for path, table in tables.items()}
                 raise ValueError(
                     f"the state has no table {leaf.path!r} of {leaf.rows} rows of dim"
                     f" {leaf.dim}, got {has}. Plan with the parameters it was made of"
@@ -184,6 +180,8 @@ class TablePlan:
                 old.shared,
                 zeros(like.places),
                 zeros(like.merged),
+                leaf.shape,
+                leaf.optimizer.names,
             )
 
         wanted = self.abstract()
@@ -204,6 +202,32 @@ class TablePlan:
                 for leaf in self.leaves
             },
         )
+
+    def export(self, tables: Mapping[str, TableState]) -> dict[str, TableRows]:
+        """Copies tables to the host, with the state of their optimizers.
+
+        Of several processes all must call it.
+
+        Args:
+          tables: their state.
+
+        Returns:
+          By path, the rows of all layers one after the other; their keys are the ids, from
+          0 on. `pandas.DataFrame(found.rows, index=found.keys)` is a table of them.
+
+        Example:
+          >>> plan = plan_tables({"item": jnp.eye(2)}, ["item"], optax.sgd(0.1))
+          >>> found = plan.export(plan.init({"item": jnp.eye(2)}))["item"]
+          >>> found.keys, found.rows.tolist()
+          (array([0, 1], dtype=uint64), [[1.0, 0.0], [0.0, 1.0]])
+        """
+
+        def one(table: TableState) -> TableRows:
+            rows, *row_state = fetch([table.rows, *table.row_state])
+            keys = np.arange(table.count, dtype=np.uint64)
+            return TableRows(keys, rows, row_state).take(slice(table.count))
+
+        return {leaf.path: one(tables[leaf.path]) for leaf in self.leaves}
 
     def gather(
         self, fn: Callable[..., Any], tables: Mapping[str, TableState], *args

@@ -9,7 +9,7 @@ others, and each adds its rows to a sum of which everyone keeps its part. Gradie
 other way, to all, and their owner adds up those of its rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -60,6 +60,15 @@ class TableState:
     shared: list[jax.Array]  # other leaves of the optimizer; on all devices
     places: jax.Array  # int32 [devices * rows], of an id among those of a device
     merged: jax.Array  # int32 [padded rows], of a row among what a device is sent
+    # of the table among the parameters, [..., rows, dim]
+    shape: tuple[int, ...] = field(metadata={"static": True})
+    # what the leaves of row_state and of shared are in the state of the optimizer
+    names: tuple[tuple[str, ...], tuple[str, ...]] = field(metadata={"static": True})
+
+    @property
+    def count(self) -> int:
+        """Rows in all layers, without padding."""
+        return int(np.prod(self.shape[:-1]))
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +88,8 @@ def init_table(leaf: TableLeaf, table: jax.Array, devices: int) -> TableState:
     row_state, shared = leaf.optimizer.init(rows)
     places = jnp.zeros(devices * leaf.rows, jnp.int32)
     merged = jnp.zeros(rows.shape[0], jnp.int32)
-    return TableState(jnp.copy(rows), row_state, shared, places, merged)
+    kept = jnp.copy(rows), row_state, shared, places, merged
+    return TableState(*kept, leaf.shape, leaf.optimizer.names)
 
 
 def read_block(table: TableState, ids: jax.Array, axes: Axes) -> RowBlock:
@@ -131,15 +141,15 @@ def move_rows(
             jnp.where(finite, new, old)
             for new, old in zip(shared, table.shared, strict=True)
         ]
-    return TableState(
-        _write_slots(table.rows, rows, slots),
-        [
+    return replace(
+        table,
+        rows=_write_slots(table.rows, rows, slots),
+        row_state=[
             _write_slots(old, new, slots)
             for old, new in zip(table.row_state, row_state, strict=True)
         ],
-        shared,
-        table.places,
-        merged,
+        shared=shared,
+        merged=merged,
     )
 
 
