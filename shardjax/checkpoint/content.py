@@ -57,6 +57,7 @@ def _saved(x: Any) -> Any:
         "rows": x.rows,
         "row_state": dict(zip(row_names, x.row_state, strict=True)),
         "shared": dict(zip(shared_names, x.shared, strict=True)),
+        "keys": x.keys,
     }
 
 
@@ -66,7 +67,8 @@ def lengths_of(state: Any) -> dict[str, int]:
     lengths = {}
     for keys, x in found:
         if _is_table(x):
-            of_rows = {k: v for k, v in _saved(x).items() if k != "shared"}
+            saved = _saved(x)
+            of_rows = {name: saved[name] for name in ("rows", "row_state")}
             path = leaf_path(keys)
             lengths |= {f"{path}/{name}": x.count for name in flatten_target(of_rows)}
     return lengths
@@ -104,9 +106,8 @@ def with_model_tables(
             [found[field][name] for name in names]
             for field, names in zip(("row_state", "shared"), x.names, strict=True)
         )
-        return TableState(
-            found["rows"], row_state, shared, places, merged, x.shape, x.names
-        )
+        kept = found["rows"], row_state, shared, places, merged
+        return TableState(*kept, x.shape, x.names, found["keys"])
 
     whole_parts = structure.unflatten(map(whole, leaves, found))
     return {**parts, **whole_parts}
