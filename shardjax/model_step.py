@@ -153,9 +153,7 @@ def make_model_step(
         tables.shardings(),
     )
 
-    everywhere = jax.NamedSharding(zero.mesh, jax.P())  # else it may be in one process
-
-    @partial(jax.jit, donate_argnums=0, out_shardings=(shardings, everywhere))
+    @partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None))
     def run(state: ModelState, batch):
         scale = state.loss_scale.scale if state.loss_scale else None
         grads, new_tables, info, finite = gradients(state, batch, scale)
@@ -231,10 +229,7 @@ def make_model_eval(
     manual = set(zero.mesh.axis_names) - set(zero.auto_axes)
     specs, _ = manual_specs(zero)
 
-    specs_out = jax.P(axes), jax.P()
-    shardings = tuple(jax.NamedSharding(zero.mesh, spec) for spec in specs_out)
-
-    @partial(jax.jit, out_shardings=shardings)
+    @jax.jit
     def evaluate(state: ModelState, batch):
         check_batch(zero, batch, 1)
         return jax.shard_map(
@@ -242,7 +237,7 @@ def make_model_eval(
             mesh=zero.mesh,
             axis_names=manual,
             in_specs=(specs, tables.specs(), jax.P(axes)),
-            out_specs=specs_out,
+            out_specs=(jax.P(axes), jax.P()),
             check_vma=False,
         )(jax.tree.leaves(state.params), state.tables, batch)
 

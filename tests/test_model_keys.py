@@ -16,7 +16,6 @@ from shardjax.embed.groups import table_salt
 from shardjax.embed.in_graph import lookup
 from shardjax.embed.records import hashes_of
 from tests.cluster import run_cluster
-from tests.conftest import MESHES
 from tests.embed.reference import wide_keys
 
 CAPACITY, DIM, BATCH = 64, 3, 16
@@ -74,7 +73,7 @@ def slots_of(state):
     return dict(zip(keys[slots].tolist(), slots.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize("shape", ["1x1", "8x1", "1x8", "4x2", "2x4"])
 def test_keys_train_as_the_rows_that_they_get(shape):
     microbatches = 2 if shape in ("1x1", "4x2") else 1
     step, state, tables, _ = make_training(shape, microbatches=microbatches)
