@@ -12,9 +12,7 @@ import shardjax as sj
 from shardjax import zero
 from shardjax.checkpoint import Checkpointer
 from shardjax.embed import DeviceVocabulary, keys_for
-from shardjax.embed.groups import table_salt
 from shardjax.embed.in_graph import lookup
-from shardjax.embed.records import hashes_of
 from tests.cluster import run_cluster
 from tests.embed.reference import wide_keys
 
@@ -58,13 +56,14 @@ def make_training(shape, rows=CAPACITY, *, t=None, microbatches=1):
 
 
 def first_rows(keys):
-    """As on the host: of the seed, the name of the table and the key."""
-    (seed,) = hashes_of(np.array([3 + 0x9E3779B97F4A7C15], np.uint64))
-    words = hashes_of(hashes_of(keys + table_salt("item")) ^ seed)
-    words = words.view(np.uint32).reshape(-1, 2)
-    random = jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
-    init = VOCABULARY.initializer
-    return np.asarray(jax.vmap(lambda key: init(key, (DIM,), jnp.float32))(random))
+    """Those of a collection, which finds them on the host: of seed, name and key."""
+    table = sj.embed.TableSpec("item", dim=DIM, initializer=VOCABULARY.initializer)
+    features = {"item": sj.embed.FeatureSpec(table)}
+    mesh, seed = sj.make_mesh("1x1"), VOCABULARY.seed
+    collection = sj.embed.EmbeddingCollection(features, mesh=mesh, seed=seed)
+    plan = collection.plan({"item": keys}, batch=len(keys), train=True)
+    state = collection.apply_fills(collection.init(), plan)
+    return np.asarray(collection.lookup_rows(state, "item", keys)["rows"])
 
 
 def slots_of(state):
