@@ -28,6 +28,7 @@ from shardjax.mesh import (
 from shardjax.model_step import (
     ModelState as ModelState,
     init_model_state as init_model_state,
+    make_model_eval as make_model_eval,
     make_model_step as make_model_step,
 )
 from shardjax.network import (

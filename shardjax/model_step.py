@@ -100,9 +100,11 @@ def make_model_step(
 
     Returns:
       `step(state, batch) -> (state, info)`. `state` is donated. `batch` is a tree of arrays
-      [examples, ...], split over the devices. `info`: loss and weight, float32 [], and
-      bad_ids, int32 [], how many ids were outside of their tables; where the loss is
-      scaled also loss_scale and skipped, the number of steps that were so far.
+      [examples, ...], split over the devices; in the place of `shardjax.embed.Keys` the
+      loss gets numbers of rows, and new keys have got rows. `info`: loss and weight,
+      float32 [], and bad_ids, int32 [], how many ids were outside of their tables, such as
+      keys for which there was no room; where the loss is scaled also loss_scale and
+      skipped, the number of steps that were so far.
       `step.jitted` is the jitted function, for `lower`; it checks no state.
 
     Raises:
@@ -180,6 +182,64 @@ def make_model_step(
     )
 
 
+def make_model_eval(
+    predict: Callable[[PyTree, PyTree], PyTree], tables: TablePlan, zero: ZeroPlan
+) -> Callable[[ModelState, PyTree], tuple[PyTree, dict[str, jax.Array]]]:
+    """Makes a function that runs a model as it is trained, and changes nothing.
+
+    Args:
+      predict: `predict(params, batch) -> outputs`, arrays [examples, ...] of a device's part
+        of a batch.
+      tables, zero: as of `make_model_step`.
+
+    Returns:
+      `evaluate(state, batch) -> (outputs, info)`, outputs split over the devices as the
+      batch is. Of `info`, int32 []: bad_ids, how many ids were outside of their tables, and
+      unseen, how many valid keys have no row. They have the id -1.
+
+    Raises:
+      ValueError: for plans of different devices, here; for a batch that does not divide, at
+        a call.
+    """
+    _check_plans(tables, zero)
+    axes = zero.axes
+
+    def local(params, local_tables, batch):
+        params = params_for_loss(zero, params)
+        batch, local_tables, unseen = tables.translate(
+            local_tables, batch, insert=False
+        )
+
+        def value_of(handles, trained, batch):
+            full = zero.tree(in_compute_dtype(zero, trained, params))
+            return predict(tables.insert(full, handles), batch)
+
+        given = trained_leaves(zero, params)
+        blocks, _ = tables.gather(value_of, local_tables, given, batch)
+        rows = {path: block.rows for path, block in blocks.items()}
+        outputs = value_of(tables.handles(blocks, rows), given, batch)
+        bad = sum(block.bad_ids for block in blocks.values())
+        info = jax.lax.psum({"bad_ids": jnp.int32(bad), "unseen": unseen}, axes)
+        return outputs, info
+
+    manual = set(zero.mesh.axis_names) - set(zero.auto_axes)
+    specs, _ = manual_specs(zero)
+
+    @jax.jit
+    def evaluate(state: ModelState, batch):
+        check_batch(zero, batch, 1)
+        return jax.shard_map(
+            local,
+            mesh=zero.mesh,
+            axis_names=manual,
+            in_specs=(specs, tables.specs(), jax.P(axes)),
+            out_specs=(jax.P(axes), jax.P()),
+            check_vma=False,
+        )(jax.tree.leaves(state.params), state.tables, batch)
+
+    return evaluate
+
+
 def _check_plans(tables: TablePlan, zero: ZeroPlan) -> None:
     if tables.mesh != zero.mesh or tables.axes != zero.axes:
         raise ValueError(
@@ -203,6 +263,7 @@ def _make_gradients(
     def local(params, local_tables, batch, step, scale):
         params = params_for_loss(zero, params)
         index = jax.lax.axis_index(axes)
+        batch, local_tables, _ = tables.translate(local_tables, batch)
 
         def value_of(handles, trained, batch, number):
             more = {}

@@ -206,6 +206,7 @@ def restore(
     ignore: Sequence[str] = (),
     cast: bool = False,
     prefix: str = "",
+    lengths: Mapping[str, int] | None = None,
 ) -> PyTree:
     """Reads a tree, onto the devices of the target, wherever it lay when it was saved.
 
@@ -219,6 +220,9 @@ def restore(
         result has a copy of the target's value, if the target has such a leaf.
       cast: allow other dtypes, among floats, and among integers where all values fit.
       prefix: the target is the part of the checkpoint below this path.
+      lengths: by path, how many entries of dim 0 of a leaf of the target count. What lies
+        behind them is padding, of which there may be more or less than in the files; it
+        reads zeros, or what was there. `described` has the shapes without it.
 
     Returns:
       A tree with the structure of the target. No two of its leaves share memory.
@@ -238,10 +242,11 @@ def restore(
             if name == prefix or name.startswith(prefix + "/")
         }
     wanted = flatten_target(target, prefix)
-    check_fit(str(path), described, wanted, ignore, cast)
+    lengths = lengths or {}
+    check_fit(str(path), described, wanted, ignore, cast, lengths)
     ignored = {name for name in wanted if is_ignored(name, ignore)}
     read = {
-        name: _Reading(name, described[name], x)
+        name: _Reading(name, described[name], x, name in lengths)
         for name, x in wanted.items()
         if name not in ignored and not is_empty(described[name])
     }
@@ -262,8 +267,8 @@ def restore(
 class _Reading:
     """How one leaf is read: as what Orbax is to give it, and what becomes of that."""
 
-    def __init__(self, path: str, stored: Mapping[str, Any], target: Any):
-        self.path, self.target = path, target
+    def __init__(self, path: str, stored: Mapping[str, Any], target: Any, padded: bool):
+        self.path, self.target, self.padded = path, target, padded
         new = describe_leaf(target)
         self.key = is_key(new["dtype"])
         self.kind = new["kind"]
@@ -285,6 +290,7 @@ class _Reading:
             sharding=self.target.sharding,
             global_shape=self.shape,
             dtype=jnp.dtype(self.dtype),
+            strict=not self.padded,
         )
 
     def finish(self, value):
@@ -296,6 +302,10 @@ class _Reading:
         if self.checked:
             _check_range(self.path, value, dtype)
         value = value.astype(dtype, copy=False)
+        if self.padded:
+            value = value[: self.shape[0]]
+            more = self.shape[0] - len(value)
+            value = np.pad(value, [(0, more)] + [(0, 0)] * (value.ndim - 1))
         if self.free:
             return self._as_key(jnp.array(value))
         if self.kind == "jax":

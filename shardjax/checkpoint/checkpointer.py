@@ -26,7 +26,15 @@ from shardjax.checkpoint.chain import (
     parts_of,
     read_chain,
 )
-from shardjax.checkpoint.content import arrays_of, metrics_of, shared_of, target_of
+from shardjax.checkpoint.content import (
+    arrays_of,
+    lengths_of,
+    metrics_of,
+    shared_of,
+    target_of,
+    with_model_tables,
+    without_padding,
+)
 from shardjax.checkpoint.interval import SavePolicy
 from shardjax.checkpoint.jointly import Peers, joined
 from shardjax.checkpoint.manifest import Manifest, check_details
@@ -234,7 +242,7 @@ class Checkpointer:
                 if base is not None and save.snapshot.removed is not None:
                     save.base = base[0]
             parts = arrays_of(state, self._collection)
-            details["arrays"] = describe(parts)
+            details["arrays"] = without_padding(describe(parts), lengths_of(state))
             self._arrays.save(folder / "arrays", parts)
         except BaseException:
             save.close()
@@ -540,10 +548,18 @@ class Checkpointer:
         tables = details["tables"]
         collection = self._collection
         wanted = target_of(target, collection, tables, details["arrays"], step)
-        dense = [p for p in ignore if not p.startswith("tables/") and p != "seed"]
+        dense = ignore
+        if collection is not None:  # which has patterns of its own
+            dense = [p for p in ignore if not p.startswith("tables/") and p != "seed"]
         parts = restore(
-            found.path / "arrays", details["arrays"], wanted, ignore=dense, cast=cast
+            found.path / "arrays",
+            details["arrays"],
+            wanted,
+            ignore=dense,
+            cast=cast,
+            lengths=lengths_of(target),
         )
+        parts = with_model_tables(parts, target, collection)
         if collection is not None and tables is not None:
             slabs, mark = collection.snapshots.restore(
                 target.tables,

@@ -4,19 +4,25 @@ Arrays go by their path in the state. Rows of embedding tables go by their keys,
 they can lie otherwise afterwards; of their slabs only what the rows of one share is an
 array. Metrics in progress have a part per device: on another number of devices they are
 merged into one.
+
+Tables that a model looks up itself (`TableState`) go as arrays, by the names of the leaves
+of their optimizer. What fills them up to a multiple of the devices does not count, and what
+only a step needs (`places` and `merged`) is not written.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from shardjax.checkpoint.leaves import flatten
-from shardjax.embed import EmbeddingCollection
+from shardjax.checkpoint.leaves import flatten, flatten_target
+from shardjax.embed import EmbeddingCollection, TableState
 from shardjax.embed.moves import SlabState
 from shardjax.metrics import merge_stacked
+from shardjax.partition import leaf_path
 from shardjax.sharded import fetch, place
 
 
@@ -29,13 +35,87 @@ def _fields(state: Any) -> dict[str, Any]:
 
 def arrays_of(state: Any, collection: EmbeddingCollection | None) -> dict[str, Any]:
     """The parts of a state that are written as arrays, by name."""
-    parts = _fields(state)
+    parts = jax.tree.map(_saved, _fields(state), is_leaf=_is_table)
     if collection is not None:
         parts["tables"] = {
             group.name: list(slab.shared)
             for group, slab in zip(collection.groups, state.tables, strict=True)
         }
     return parts
+
+
+def _is_table(x: Any) -> bool:
+    return isinstance(x, TableState)
+
+
+def _saved(x: Any) -> Any:
+    """What is written of a table; anything else as it is."""
+    if not _is_table(x):
+        return x
+    row_names, shared_names = x.names
+    return {
+        "rows": x.rows,
+        "row_state": dict(zip(row_names, x.row_state, strict=True)),
+        "shared": dict(zip(shared_names, x.shared, strict=True)),
+        "keys": x.keys,
+    }
+
+
+def lengths_of(state: Any) -> dict[str, int]:
+    """By path of an array of `arrays_of`, how many rows count of those that are padded."""
+    found = jax.tree_util.tree_leaves_with_path(_fields(state), is_leaf=_is_table)
+    lengths = {}
+    for keys, x in found:
+        if _is_table(x):
+            saved = _saved(x)
+            of_rows = {name: saved[name] for name in ("rows", "row_state")}
+            path = leaf_path(keys)
+            lengths |= {f"{path}/{name}": x.count for name in flatten_target(of_rows)}
+    return lengths
+
+
+def without_padding(
+    described: Mapping[str, Mapping[str, Any]], lengths: Mapping[str, int]
+) -> dict[str, Any]:
+    """Descriptions of arrays, with the shapes of what counts of them."""
+    return {
+        path: leaf
+        if path not in lengths
+        else {**leaf, "shape": [lengths[path], *leaf["shape"][1:]]}
+        for path, leaf in described.items()
+    }
+
+
+def with_model_tables(
+    parts: Mapping[str, Any], target: Any, collection: EmbeddingCollection | None
+) -> dict[str, Any]:
+    """What was read, like `arrays_of(target)`, with a `TableState` for each table."""
+    wanted = {
+        name: part
+        for name, part in _fields(target).items()
+        if collection is None or name != "tables"
+    }
+    leaves, structure = jax.tree.flatten(wanted, is_leaf=_is_table)
+    found = structure.flatten_up_to({name: parts[name] for name in wanted})
+
+    def whole(x, found):
+        if not _is_table(x):
+            return found
+        places, merged = map(_zeros_like, (x.places, x.merged))
+        row_state, shared = (
+            [found[field][name] for name in names]
+            for field, names in zip(("row_state", "shared"), x.names, strict=True)
+        )
+        kept = found["rows"], row_state, shared, places, merged
+        return TableState(*kept, x.shape, x.names, found["keys"])
+
+    whole_parts = structure.unflatten(map(whole, leaves, found))
+    return {**parts, **whole_parts}
+
+
+def _zeros_like(x: Any) -> jax.Array:
+    make = partial(jax.numpy.zeros, x.shape, x.dtype)
+    return jax.jit(make, out_shardings=x.sharding)()
 
 
 def target_of(

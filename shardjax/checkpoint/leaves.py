@@ -206,6 +206,7 @@ def check_fit(
     wanted: Mapping[str, Any],
     ignore: Sequence[str],
     cast: bool,
+    lengths: Mapping[str, int],
 ) -> None:
     """Raises one error that lists all in which a checkpoint and a target differ.
 
@@ -213,7 +214,7 @@ def check_fit(
       where: the checkpoint lies, for the message.
       described: its leaves, of `describe`.
       wanted: the target's, of `flatten_target`.
-      ignore, cast: as of `shardjax.checkpoint.arrays.restore`.
+      ignore, cast, lengths: as of `shardjax.checkpoint.arrays.restore`.
 
     Raises:
       ValueError: if they do.
@@ -221,6 +222,8 @@ def check_fit(
     lines, casts, missing = [], [], []
     for path, x in wanted.items():
         new, old = describe_leaf(x), described.get(path)
+        if path in lengths:
+            new["shape"][0] = lengths[path]
         abstract = isinstance(x, jax.ShapeDtypeStruct)
         if is_ignored(path, ignore):
             if abstract or is_deleted(x):

@@ -36,6 +36,7 @@ Inside of a model, which looks its tables up itself
     Embed, EmbeddingBag   in the place of nnx.Embed; those of linen: shardjax.embed.linen
     table_paths, Table    the tables of a model; their variable
     plan_tables, TablePlan, TableState, RowGradients    to train only the rows looked up
+    DeviceVocabulary, Keys, keys_for    rows for keys of 64 bits, as they come
 
 House dims of the shapes in docstrings: batch, examples (of one device), values (ids), rows
 (unique), slots, dim, devices.
@@ -96,3 +97,8 @@ from shardjax.embed.table_plan import (
     plan_tables as plan_tables,
 )
 from shardjax.embed.table_rows import TableRows as TableRows
+from shardjax.embed.vocabulary import (
+    DeviceVocabulary as DeviceVocabulary,
+    Keys as Keys,
+    keys_for as keys_for,
+)

@@ -52,7 +52,8 @@ class Group:
     storage: Storage | None = None
 
 
-def _salt(name: str) -> np.uint64:
+def table_salt(name: str) -> np.uint64:
+    """What is added to the keys of a table of this name, modulo 2**64."""
     digest = blake2b(name.encode(), digest_size=8, person=b"shardjax table")
     return np.frombuffer(digest.digest(), "<u8")[0]
 
@@ -102,7 +103,7 @@ def plan_groups(
         if replicated or own == "device":
             own = None
         key = (spec.dim, spec.dtype, id(spec.optimizer), replicated, own)
-        table = Table(spec, tuple(readers[name]), owners[name], _salt(name))
+        table = Table(spec, tuple(readers[name]), owners[name], table_salt(name))
         shared.setdefault(key, []).append(table)
     optimizers: dict[tuple, RowOptimizer] = {}
     groups = []

@@ -174,6 +174,11 @@ class RowBlock:
     places: jax.Array  # int32 [rows of the table], where in `ids` an id is
     rows: jax.Array  # [ids, dim], float32 or wider; zeros where nothing is wanted
 
+    @property
+    def bad_ids(self) -> jax.Array:
+        """How many ids are outside of the table, int32 []."""
+        return jnp.sum(self.ids == BAD, dtype=jnp.int32)
+
 
 class NotedRows:
     """Source of rows while ids are looked for."""

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shardjax.partition import leaf_path
+
 
 class RowwiseAdagradState(NamedTuple):
     """State of `rowwise_adagrad`."""
@@ -136,6 +138,16 @@ class RowOptimizer:
         rows = [x for x, row in zip(leaves, self.is_row, strict=True) if row]
         shared = [x for x, row in zip(leaves, self.is_row, strict=True) if not row]
         return rows, shared
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Paths of the per-row leaves and of the shared leaves in the state."""
+        numbered = self.treedef.unflatten(range(len(self.is_row)))
+        paths = [leaf_path(p) for p, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+        both = list(zip(paths, self.is_row, strict=True))
+        return tuple(p for p, row in both if row), tuple(
+            p for p, row in both if not row
+        )
 
     def join(self, rows: list[jax.Array], shared: list[jax.Array]):
         """The state with these per-row and shared leaves."""

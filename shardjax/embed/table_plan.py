@@ -17,6 +17,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from shardjax.embed import device_table
 from shardjax.embed.in_graph import (
     PADDING,
     BlockRows,
@@ -24,8 +25,11 @@ from shardjax.embed.in_graph import (
     RowBlock,
     TableHandle,
 )
+from shardjax.embed.key_words import join_keys
 from shardjax.embed.noting import noted_ids
 from shardjax.embed.optimizers import split_state
+from shardjax.embed.probing import DeviceTable
+from shardjax.embed.table_rows import TableRows
 from shardjax.embed.table_state import (
     RowGradients as RowGradients,
     TableLeaf as TableLeaf,
@@ -35,6 +39,7 @@ from shardjax.embed.table_state import (
     move_rows,
     read_block,
 )
+from shardjax.embed.vocabulary import DeviceVocabulary, init_vocabulary, translate
 from shardjax.partition import leaf_path
 from shardjax.sharded import fetch, place
 
@@ -95,9 +100,19 @@ class TablePlan:
                 [whole] * leaf.optimizer.is_row.count(False),
                 split,
                 split,
+                leaf.shape,
+                leaf.optimizer.names,
+                self._keys(leaf, split),
             )
             for leaf in self.leaves
         }
+
+    def _keys(self, leaf: TableLeaf, value: Any = None) -> DeviceTable | None:
+        """The shapes of the keys of a table, or a value in the place of each array."""
+        if leaf.vocabulary is None:
+            return None
+        like = jax.eval_shape(lambda: init_vocabulary(leaf, self.mesh, self.axes))
+        return like if value is None else jax.tree.map(lambda _: value, like)
 
     def shardings(self) -> Any:
         """A NamedSharding per leaf of the state, None without a mesh."""
@@ -115,7 +130,8 @@ class TablePlan:
 
         def init(leaf: TableLeaf):
             like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-            return jax.eval_shape(lambda x: init_table(leaf, x, self.parts), like)
+            table = jax.eval_shape(lambda x: init_table(leaf, x, self.parts), like)
+            return replace(table, keys=self._keys(leaf))
 
         shapes = {leaf.path: init(leaf) for leaf in self.leaves}
         if self.mesh is None:
@@ -141,7 +157,15 @@ class TablePlan:
                 for leaf in self.leaves
             }
 
-        return jax.jit(init, out_shardings=self.shardings())(tables)
+        shardings = self.shardings()
+        if shardings is not None:
+            shardings = {k: replace(x, keys=None) for k, x in shardings.items()}
+        made = jax.jit(init, out_shardings=shardings)(tables)
+        for leaf in self.leaves:
+            if leaf.vocabulary is not None:
+                keys = init_vocabulary(leaf, self.mesh, self.axes)
+                made[leaf.path] = replace(made[leaf.path], keys=keys)
+        return made
 
     def place(self, tables: Mapping[str, TableState]) -> dict[str, TableState]:
         """The state of the tables on the devices of this plan.
@@ -155,15 +179,14 @@ class TablePlan:
         """
         for leaf in self.leaves:
             found = tables.get(leaf.path)
-            # of n devices there are n places per row
-            if found is None or (
-                found.places.size % leaf.rows,
-                found.rows.shape[1],
-            ) != (
-                0,
-                leaf.dim,
-            ):
-                has = {path: table.rows.shape for path, table in tables.items()}
+            if leaf.vocabulary is not None:
+                raise NotImplementedError(
+                    f"the table {leaf.path!r} has a vocabulary: on other devices its keys"
+                    " have other rows. Restore a checkpoint on as many devices as it was"
+                    " saved on"
+                )
+            if found is None or found.shape != leaf.shape:
+                has = {path: table.shape for path, table in tables.items()}
                 raise ValueError(
                     f"the state has no table {leaf.path!r} of {leaf.rows} rows of dim"
                     f" {leaf.dim}, got {has}. Plan with the parameters it was made of"
@@ -184,6 +207,8 @@ class TablePlan:
                 old.shared,
                 zeros(like.places),
                 zeros(like.merged),
+                leaf.shape,
+                leaf.optimizer.names,
             )
 
         wanted = self.abstract()
@@ -204,6 +229,58 @@ class TablePlan:
                 for leaf in self.leaves
             },
         )
+
+    def export(self, tables: Mapping[str, TableState]) -> dict[str, TableRows]:
+        """Copies tables to the host, with the state of their optimizers.
+
+        Of several processes all must call it.
+
+        Args:
+          tables: their state.
+
+        Returns:
+          By path, the rows of all layers one after the other; their keys are the ids, from
+          0 on. Of a table with a vocabulary, the rows of the keys that it has.
+          `pandas.DataFrame(found.rows, index=found.keys)` is a table of them.
+
+        Example:
+          >>> plan = plan_tables({"item": jnp.eye(2)}, ["item"], optax.sgd(0.1))
+          >>> found = plan.export(plan.init({"item": jnp.eye(2)}))["item"]
+          >>> found.keys, found.rows.tolist()
+          (array([0, 1], dtype=uint64), [[1.0, 0.0], [0.0, 1.0]])
+        """
+
+        def one(table: TableState) -> TableRows:
+            rows, *row_state = fetch([table.rows, *table.row_state])
+            keys = np.arange(len(rows), dtype=np.uint64)
+            used: Any = slice(table.count)
+            if table.keys is not None:
+                hi, lo, used = fetch(device_table.export(table.keys))
+                keys = join_keys(hi, lo)
+            return TableRows(keys, rows, row_state).take(used)
+
+        return {leaf.path: one(tables[leaf.path]) for leaf in self.leaves}
+
+    def translate(
+        self, tables: Mapping[str, TableState], batch: PyTree, *, insert: bool = True
+    ) -> tuple[PyTree, dict[str, TableState], jax.Array]:
+        """Row numbers in the place of the `Keys` of a batch; `make_model_step` does it.
+
+        Inside jit and, over a mesh, inside `jax.shard_map`, where all devices take part.
+
+        Args:
+          tables: their state; donate it.
+          batch: a tree with `Keys` in it, of this device.
+          insert: whether keys that are new get rows; False for an evaluation.
+
+        Returns:
+          The batch, the tables, and how many keys of this device have no row: int32 [].
+
+        Raises:
+          ValueError: for keys of a table without a vocabulary.
+        """
+        self._check_inside()
+        return translate(self.leaves, tables, batch, self._exchanged, insert)
 
     def gather(
         self, fn: Callable[..., Any], tables: Mapping[str, TableState], *args
@@ -347,6 +424,7 @@ def plan_tables(
     *,
     mesh: Mesh | None = None,
     axes: Sequence[str] | None = None,
+    vocabularies: Mapping[str, DeviceVocabulary] | None = None,
 ) -> TablePlan:
     """Plans the tables of a model: those that it looks up with ids of its own.
 
@@ -360,6 +438,8 @@ def plan_tables(
         `jax.shard_map`, each device on its part of the batch; None for one device and a
         plain `jax.jit`.
       axes: mesh axes to split over, None for all.
+      vocabularies: by path, of tables whose rows are given to 64-bit keys as they come
+        (`Keys` in the batch); their number of rows is how many keys there is room for.
 
     Raises:
       TypeError: for `paths` that are a string, or a table that is no array of floats.
@@ -419,6 +499,13 @@ def plan_tables(
         tx: Any = optimizer[path] if isinstance(optimizer, Mapping) else optimizer
         dtype = jnp.dtype(x.dtype)
         row_optimizer = split_state(tx, x.shape[-1], dtype, path)
-        return TableLeaf(path, tuple(x.shape), dtype, row_optimizer)
+        return TableLeaf(path, tuple(x.shape), dtype, row_optimizer, known.get(path))
 
-    return TablePlan(tuple(map(plan, paths)), mesh, tuple(axes or ()))
+    known = dict(vocabularies or {})
+    if more := sorted(set(known) - set(paths)):
+        raise ValueError(
+            f"`vocabularies` must be of tables among {sorted(paths)}, got those of {more}"
+        )
+    planned = TablePlan(tuple(map(plan, paths)), mesh, tuple(axes or ()))
+    planned.abstract()  # refuses rows that do not divide
+    return planned

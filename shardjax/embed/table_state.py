@@ -9,7 +9,7 @@ others, and each adds its rows to a sum of which everyone keeps its part. Gradie
 other way, to all, and their owner adds up those of its rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardjax.embed.in_graph import BAD, PADDING, RowBlock, first_places, read_rows
+from shardjax.embed.in_graph import PADDING, RowBlock, first_places, read_rows
 from shardjax.embed.optimizers import RowOptimizer
+from shardjax.embed.probing import DeviceTable
 
 Axes = tuple[str, ...]
 
@@ -32,12 +33,14 @@ class TableLeaf:
       shape: [..., rows, dim]; leading dims are those of layers.
       dtype: of the rows.
       optimizer: of the rows.
+      vocabulary: a `DeviceVocabulary` if keys get rows as they come, else None.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     optimizer: RowOptimizer
+    vocabulary: Any = None
 
     @property
     def rows(self) -> int:
@@ -60,6 +63,16 @@ class TableState:
     shared: list[jax.Array]  # other leaves of the optimizer; on all devices
     places: jax.Array  # int32 [devices * rows], of an id among those of a device
     merged: jax.Array  # int32 [padded rows], of a row among what a device is sent
+    # of the table among the parameters, [..., rows, dim]
+    shape: tuple[int, ...] = field(metadata={"static": True})
+    # what the leaves of row_state and of shared are in the state of the optimizer
+    names: tuple[tuple[str, ...], tuple[str, ...]] = field(metadata={"static": True})
+    keys: DeviceTable | None = None  # slots of keys, each the number of its row
+
+    @property
+    def count(self) -> int:
+        """Rows in all layers, without padding."""
+        return int(np.prod(self.shape[:-1]))
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +92,8 @@ def init_table(leaf: TableLeaf, table: jax.Array, devices: int) -> TableState:
     row_state, shared = leaf.optimizer.init(rows)
     places = jnp.zeros(devices * leaf.rows, jnp.int32)
     merged = jnp.zeros(rows.shape[0], jnp.int32)
-    return TableState(jnp.copy(rows), row_state, shared, places, merged)
+    kept = jnp.copy(rows), row_state, shared, places, merged
+    return TableState(*kept, leaf.shape, leaf.optimizer.names)
 
 
 def read_block(table: TableState, ids: jax.Array, axes: Axes) -> RowBlock:
@@ -94,8 +108,7 @@ def read_block(table: TableState, ids: jax.Array, axes: Axes) -> RowBlock:
 
 def block_gradients(block: RowBlock, grads: jax.Array) -> RowGradients:
     """What `move_rows` takes, of the gradient with respect to the rows of a block."""
-    bad = jnp.sum(block.ids == BAD, dtype=jnp.int32)
-    return RowGradients(block.wanted, grads, bad)
+    return RowGradients(block.wanted, grads, block.bad_ids)
 
 
 def move_rows(
@@ -131,15 +144,15 @@ def move_rows(
             jnp.where(finite, new, old)
             for new, old in zip(shared, table.shared, strict=True)
         ]
-    return TableState(
-        _write_slots(table.rows, rows, slots),
-        [
+    return replace(
+        table,
+        rows=_write_slots(table.rows, rows, slots),
+        row_state=[
             _write_slots(old, new, slots)
             for old, new in zip(table.row_state, row_state, strict=True)
         ],
-        shared,
-        table.places,
-        merged,
+        shared=shared,
+        merged=merged,
     )
 
 
@@ -159,7 +172,7 @@ def sum_gradients(
     if axes:
         ids = jax.lax.all_gather(ids, axes, tiled=True)
         sums = jax.lax.all_gather(sums, axes, tiled=True)
-        ids = _own(table.rows, ids, axes)
+        ids = own_rows(table.rows, ids, axes)
     elif grads.ids.ndim == 1:  # of one block
         return ids, sums, table.merged
     first, merged = first_places(table.merged, ids)
@@ -172,11 +185,11 @@ def _fetch(local_rows: jax.Array, wanted: jax.Array, axes: Axes) -> jax.Array:
     if not axes:
         return read_rows(local_rows, wanted, 0)
     everyone = jax.lax.all_gather(wanted, axes, tiled=True)
-    rows = read_rows(local_rows, _own(local_rows, everyone, axes), 0)
+    rows = read_rows(local_rows, own_rows(local_rows, everyone, axes), 0)
     return jax.lax.psum_scatter(rows, axes, tiled=True)
 
 
-def _own(local_rows: jax.Array, ids: jax.Array, axes: Axes) -> jax.Array:
+def own_rows(local_rows: jax.Array, ids: jax.Array, axes: Axes) -> jax.Array:
     """Rows of this device by id, negative for those of others."""
     count = local_rows.shape[0]
     here = ids - jax.lax.axis_index(axes) * count
