@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 
 from shardjax.pacing import Pace
 from shardjax.zero.checks import StateCheck
