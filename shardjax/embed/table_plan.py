@@ -26,7 +26,7 @@ from shardjax.embed.in_graph import (
 )
 from shardjax.embed.noting import noted_ids
 from shardjax.embed.probing import DeviceTable
-from shardjax.embed.table_placing import export_table, place_table
+from shardjax.embed.table_placing import export_table, place_table, rehash_table
 from shardjax.embed.table_rows import TableRows
 from shardjax.embed.table_state import (
     RowGradients as RowGradients,
@@ -171,31 +171,30 @@ class TablePlan:
 
         Args:
           tables: state of a plan for the same tables and optimizers, on any devices; it
-            goes through the memory of the host.
+            goes through the memory of the host. A table with a vocabulary may have
+            another number of rows.
 
         Raises:
-          ValueError: for other tables.
+          ValueError: for other tables, or if keys find no room in a table with a
+            vocabulary: each device has those that its share of the hashes gives it.
         """
+        wanted, moved = self.abstract(), {}
         for leaf in self.leaves:
-            found = tables.get(leaf.path)
-            if leaf.vocabulary is not None:
-                raise NotImplementedError(
-                    f"the table {leaf.path!r} has a vocabulary: on other devices its keys"
-                    " have other rows. Restore a checkpoint on as many devices as it was"
-                    " saved on"
-                )
-            if found is None or found.shape != leaf.shape:
+            found, keyed = tables.get(leaf.path), leaf.vocabulary is not None
+            if found is None or not _fits(leaf, found):
                 has = {path: table.shape for path, table in tables.items()}
+                kind = "with keys" if keyed else "without keys"
                 raise ValueError(
                     f"the state has no table {leaf.path!r} of {leaf.rows} rows of dim"
-                    f" {leaf.dim}, got {has}. Plan with the parameters it was made of"
+                    f" {leaf.dim} {kind}, got {has}. Plan with the parameters and"
+                    " vocabularies it was made of"
                 )
-
-        wanted = self.abstract()
-        return {
-            leaf.path: place_table(leaf, fetch(tables[leaf.path]), wanted[leaf.path])
-            for leaf in self.leaves
-        }
+            old, like = fetch(found), wanted[leaf.path]
+            if keyed:
+                moved[leaf.path] = rehash_table(leaf.path, old, like)
+            else:
+                moved[leaf.path] = place_table(leaf, old, like)
+        return moved
 
     def join(self, params: PyTree, tables: Mapping[str, TableState]) -> PyTree:
         """The parameters of `split` with the tables in their place again."""
@@ -380,3 +379,10 @@ def _handle(leaf: TableLeaf, source) -> TableHandle:
     *layers, rows, dim = leaf.shape
     first = np.arange(int(np.prod(layers)), dtype=np.int32).reshape(layers) * rows
     return TableHandle(jnp.asarray(first, jnp.int32), (rows, dim), source)
+
+
+def _fits(leaf: TableLeaf, table: TableState) -> bool:
+    """Whether a state is one of a table, on whichever devices."""
+    if leaf.vocabulary is None:
+        return table.keys is None and table.shape == leaf.shape
+    return table.keys is not None and table.shape[1:] == leaf.shape[1:]
