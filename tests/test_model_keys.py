@@ -1,5 +1,6 @@
 """Tables whose rows are given to 64-bit keys inside of the step."""
 
+import dataclasses
 import json
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 import shardjax as sj
 from shardjax import zero
 from shardjax.checkpoint import Checkpointer
-from shardjax.embed import DeviceVocabulary, keys_for
+from shardjax.embed import DeviceVocabulary, keys_for, table_placing
 from shardjax.embed.in_graph import lookup
 from tests.cluster import run_cluster
 from tests.embed.reference import wide_keys
@@ -146,10 +147,108 @@ def test_keys_are_restored_with_their_rows(tmp_path):
             strict=True,
         ):
             np.testing.assert_array_equal(x, y)
+
+
+def by_key(tables, state):
+    """Keys in ascending order, their rows, and the state of those."""
+    found = tables.export(state.tables)["t"]
+    found = found.take(np.argsort(found.keys))
+    return found.keys, found.rows, *found.row_state
+
+
+def assert_same_bits(found, wanted):
+    for x, y in zip(found, wanted, strict=True):
+        assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with step 1 of 3, saved on 8x1; its rows; what the run goes on to."""
+    folder = tmp_path_factory.mktemp("run")
+    step, state, tables, _ = make_training("8x1")
+    state, _ = step(state, with_keys(*make_batch(0)))
+    # zeros of either sign are of one value, and not of the same bits
+    table = state.tables["t"]
+    signed = jnp.where(jnp.arange(DIM) == 1, -0.0, table.rows)
+    state = state.replace(tables={"t": dataclasses.replace(table, rows=signed)})
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(1, state)
+        at_save = by_key(tables, state)
+        state, losses = go_on(step, state)
+    return folder, at_save, losses, by_key(tables, state)
+
+
+def go_on(step, state):
+    losses = []
+    for seed in (1, 2):  # with keys that are new
+        state, info = step(state, with_keys(*make_batch(seed)))
+        losses.append(float(info["loss"]))
+        assert int(info["bad_ids"]) == 0
+    return state, losses
+
+
+def test_keys_are_restored_on_other_devices(saved, tmp_path):
+    folder, at_save, losses, end = saved
+    assert len(at_save[0]) < len(end[0])
+    for shape, rows in (("2x4", 72), ("1x1", 50), ("8x1", CAPACITY)):
+        step, fresh, tables, _ = make_training(shape, rows)
+        with Checkpointer(folder) as checkpointer:
+            state = checkpointer.restore(fresh).state
+        assert_same_bits(by_key(tables, state), at_save)
+        assert jax.tree.structure(state) == jax.tree.structure(fresh)
+        for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True):
+            assert (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding)
+        folder = tmp_path / shape
+        with Checkpointer(folder) as checkpointer:
+            checkpointer.save(1, state)
+            checkpointer.wait()
+        if shape != "8x1":  # the one that has gone on already
+            state, again = go_on(step, state)
+            np.testing.assert_allclose(again, losses, rtol=1e-4)
+            keys, *values = by_key(tables, state)
+            np.testing.assert_array_equal(keys, end[0])
+            for x, y in zip(values, end[1:], strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+
+
+def test_keys_move_to_other_devices_a_few_at_a_time(saved, monkeypatch):
+    folder, at_save, *_ = saved
+    _, fresh, tables, _ = make_training("8x1")
+    with Checkpointer(folder) as checkpointer:
+        state = checkpointer.restore(fresh).state
+    monkeypatch.setattr(table_placing, "_AT_ONCE", 1)
+    params = {"t": np.zeros((20, DIM), np.float32)}
+    known = {"t": VOCABULARY}
+    small = sj.embed.plan_tables(params, ["t"], ADAGRAD, vocabularies=known)
+    moved = small.place(state.tables)
+    assert_same_bits(by_key(small, state.replace(tables=moved)), at_save)
+    moved = tables.place(moved)
+    assert_same_bits(by_key(tables, state.replace(tables=moved)), at_save)
+    assert int(jnp.sum(moved["t"].keys.count)) == len(at_save[0])
+    other = sj.embed.plan_tables(params, ["t"], ADAGRAD)
+    with pytest.raises(ValueError, match="no table 't' of 20 rows of dim 3 without"):
+        other.place(moved)
+    with pytest.raises(ValueError, match="no table 't' of 20 rows of dim 3 with keys"):
+        small.place(other.init(params))
+
+
+def test_keys_without_room_are_refused_and_told_how_many_rows_do(saved):
+    folder, at_save, *_ = saved
+    with Checkpointer(folder) as checkpointer:
         with pytest.raises(
-            ValueError, match=r"tables/t/keys/count: .*int32\[8\] in the"
-        ):
-            checkpointer.restore(make_training("2x1")[1])
+            ValueError,
+            match=rf"t' has {len(at_save[0])} rows with keys, and \d+ of them find no"
+            r" room: its capacity is 8 rows, 2 on each of 4 devices.*Plan the table with",
+        ) as error:
+            checkpointer.restore(make_training("4x1", 8)[1])
+        rows = int(str(error.value).split()[-2])
+        _, fresh, tables, _ = make_training("4x1", rows)
+        state = checkpointer.restore(fresh).state
+        assert_same_bits(by_key(tables, state), at_save)
+        found = checkpointer.restore(fresh, ignore=["tables/t/row_state/*"]).state
+    keys, values, sums = by_key(tables, found)
+    assert_same_bits((keys, values), at_save[:2])
+    np.testing.assert_array_equal(sums, np.float32(0.1))  # as Adagrad begins
 
 
 PROCESSES = """
@@ -161,16 +260,17 @@ print(json.dumps(tests.summary()))
 
 
 def summary():
-    """What three steps come to on 8 devices: losses, keys and their rows."""
+    """What three steps come to on 8 devices: losses, keys and their rows; by other
+    devices too."""
     step, state, tables, _ = make_training("8x1")
     losses = []
     for seed in (0, 1, 2):
         state, info = step(state, with_keys(*make_batch(seed)))
         losses.append(float(info["loss"]))
-    found = tables.export(state.tables)["t"]
-    order = np.argsort(found.keys)
-    arrays = found.keys, found.rows, *found.row_state
-    return [losses, *(x[order].tolist() for x in arrays)]
+    found, elsewhere = by_key(tables, state), make_training("2x4", 72)[2]
+    moved = state.replace(tables=elsewhere.place(state.tables))
+    assert_same_bits(by_key(elsewhere, moved), found)
+    return [losses, *(x.tolist() for x in found)]
 
 
 @pytest.mark.multiprocess
@@ -202,8 +302,3 @@ def test_misuse_is_refused():
         ValueError, match="keys of 't', and the tables with a vocabulary"
     ):
         step(state, with_keys(*make_batch(0)))
-    _, state, tables, _ = make_training("1x1")
-    with pytest.raises(
-        NotImplementedError, match="'t' has a vocabulary.*as many devices"
-    ):
-        tables.place(state.tables)

@@ -180,21 +180,30 @@ def test_a_step_that_overflows_moves_nothing():
 
 
 @pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("shape", ["1x1", "8x1"])
-def test_no_operation_is_as_large_as_a_table(shape):
+@pytest.mark.parametrize(
+    ("shape", "keyed"), [("1x1", False), ("8x1", False), ("8x1", True)]
+)
+def test_no_operation_is_as_large_as_a_table(shape, keyed):
     mesh, tx = sj.make_mesh(shape), optax.sgd(0.1)
     params = {"t": np.ones((SLOTS * mesh.size, 6), np.float32), "w": np.ones(6)}
-    tables = sj.embed.plan_tables(params, ["t"], optax.adam(0.1), mesh=mesh)
+    known = {"t": sj.embed.DeviceVocabulary("t")} if keyed else None
+    tables = sj.embed.plan_tables(
+        params, ["t"], optax.adam(0.1), mesh=mesh, vocabularies=known
+    )
     plan = zero.plan_zero(tables.split(params), tx, mesh, 0, axes=tables.axes)
 
     def loss(params, ids):
-        rows = lookup(params["t"], ids)
+        rows = lookup(params["t"], ids, padding_id=-1)
         return jnp.sum((rows @ params["w"]) ** 2), jnp.float32(len(ids))
 
     step = sj.make_model_step(loss, tx, tables, plan, microbatches=2)
     state = sj.init_model_state(params, tx, tables, plan)
-    compiled = step.jitted.lower(state, np.zeros(BATCH, np.int32)).compile()
-    assert table_sized(compiled, SLOTS) == []
+    batch, sizes = np.zeros(BATCH, np.int32), {SLOTS}
+    if keyed:
+        batch, keys = sj.embed.keys_for("t", batch), state.tables["t"].keys
+        sizes |= {x.addressable_shards[0].data.size for x in (keys.hi, keys.passed)}
+    compiled = step.jitted.lower(state, batch).compile()
+    assert [table_sized(compiled, size) for size in sizes] == [[]] * len(sizes)
     local = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)]
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(local) - 64

@@ -28,11 +28,13 @@ from shardjax.checkpoint.chain import (
 )
 from shardjax.checkpoint.content import (
     arrays_of,
+    fields_of,
     lengths_of,
     metrics_of,
     shared_of,
     target_of,
     with_model_tables,
+    with_tables_as_saved,
     without_padding,
 )
 from shardjax.checkpoint.interval import SavePolicy
@@ -241,8 +243,9 @@ class Checkpointer:
                 save.snapshot, details["tables"] = tables
                 if base is not None and save.snapshot.removed is not None:
                     save.base = base[0]
-            parts = arrays_of(state, self._collection)
-            details["arrays"] = without_padding(describe(parts), lengths_of(state))
+            fields = fields_of(state)
+            parts = arrays_of(fields, self._collection)
+            details["arrays"] = without_padding(describe(parts), lengths_of(fields))
             self._arrays.save(folder / "arrays", parts)
         except BaseException:
             save.close()
@@ -510,9 +513,12 @@ class Checkpointer:
         """Reads a step into a state that is laid out like another.
 
         The mesh, the ZeRO stage, the storage and the placement of tables may differ from
-        those it was saved with. If the run goes on from a step that is not the newest, later
-        ones are of no use to it: the next save renames them to `left_step_N`, which nobody
-        finds and nothing removes.
+        those it was saved with, and so may the number of rows of a table with a
+        `DeviceVocabulary`; on other devices such a table goes through the host's memory.
+
+        If the run goes on from a step that is not the newest, later ones are of no use to
+        it: the next save renames them to `left_step_N`, which nobody finds and nothing
+        removes.
 
         Args:
           target: a new state, such as of `init_state`. Its tables are given away.
@@ -528,7 +534,7 @@ class Checkpointer:
           CorruptCheckpointError: if it is not what was written.
           TypeError: for an `ignore` that is no sequence, such as a string.
           ValueError: if something is missing, too much, or of another shape or dtype: all
-            of it is listed.
+            of it is listed. Or if the keys of a table find no room on the new devices.
         """
         check_sequence("ignore", ignore)
         self.wait(None)
@@ -547,19 +553,21 @@ class Checkpointer:
         details = found.details
         tables = details["tables"]
         collection = self._collection
-        wanted = target_of(target, collection, tables, details["arrays"], step)
         dense = ignore
         if collection is not None:  # which has patterns of its own
             dense = [p for p in ignore if not p.startswith("tables/") and p != "seed"]
+        arrays, fields = details["arrays"], fields_of(target)
+        saved = with_tables_as_saved(fields, arrays, dense)
+        wanted = target_of(saved, collection, tables, arrays, step)
         parts = restore(
             found.path / "arrays",
-            details["arrays"],
+            arrays,
             wanted,
             ignore=dense,
             cast=cast,
-            lengths=lengths_of(target),
+            lengths=lengths_of(saved),
         )
-        parts = with_model_tables(parts, target, collection)
+        parts = with_model_tables(parts, fields, saved, collection)
         if collection is not None and tables is not None:
             slabs, mark = collection.snapshots.restore(
                 target.tables,

@@ -7,7 +7,9 @@ merged into one.
 
 Tables that a model looks up itself (`TableState`) go as arrays, by the names of the leaves
 of their optimizer. What fills them up to a multiple of the devices does not count, and what
-only a step needs (`places` and `merged`) is not written.
+only a step needs (`places` and `merged`) is not written. Where their rows have keys, other
+devices or another number of rows mean other places: such a table is read as it was saved,
+to the host, and its keys are inserted anew.
 """
 
 import dataclasses
@@ -18,28 +20,32 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardjax.checkpoint.leaves import flatten, flatten_target
+from shardjax.checkpoint.leaves import flatten, flatten_target, is_ignored
 from shardjax.embed import EmbeddingCollection, TableState
 from shardjax.embed.moves import SlabState
+from shardjax.embed.probing import BUCKET, buckets_for
+from shardjax.embed.table_placing import rehash_table
 from shardjax.metrics import merge_stacked
 from shardjax.partition import leaf_path
 from shardjax.sharded import fetch, place
 
 
-def _fields(state: Any) -> dict[str, Any]:
+def fields_of(state: Any) -> dict[str, Any]:
     """The parts of a state by name."""
     if dataclasses.is_dataclass(state) and not isinstance(state, type):
         return {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
     return {"state": state}
 
 
-def arrays_of(state: Any, collection: EmbeddingCollection | None) -> dict[str, Any]:
-    """The parts of a state that are written as arrays, by name."""
-    parts = jax.tree.map(_saved, _fields(state), is_leaf=_is_table)
+def arrays_of(
+    fields: Mapping[str, Any], collection: EmbeddingCollection | None
+) -> dict[str, Any]:
+    """The parts of a state, of `fields_of`, as what is written of them: arrays."""
+    parts = jax.tree.map(_saved, dict(fields), is_leaf=_is_table)
     if collection is not None:
         parts["tables"] = {
             group.name: list(slab.shared)
-            for group, slab in zip(collection.groups, state.tables, strict=True)
+            for group, slab in zip(collection.groups, fields["tables"], strict=True)
         }
     return parts
 
@@ -61,9 +67,9 @@ def _saved(x: Any) -> Any:
     }
 
 
-def lengths_of(state: Any) -> dict[str, int]:
+def lengths_of(fields: Mapping[str, Any]) -> dict[str, int]:
     """By path of an array of `arrays_of`, how many rows count of those that are padded."""
-    found = jax.tree_util.tree_leaves_with_path(_fields(state), is_leaf=_is_table)
+    found = jax.tree_util.tree_leaves_with_path(fields, is_leaf=_is_table)
     lengths = {}
     for keys, x in found:
         if _is_table(x):
@@ -86,19 +92,91 @@ def without_padding(
     }
 
 
-def with_model_tables(
-    parts: Mapping[str, Any], target: Any, collection: EmbeddingCollection | None
+def with_tables_as_saved(
+    fields: Mapping[str, Any],
+    arrays: Mapping[str, Mapping[str, Any]],
+    ignore: Sequence[str],
 ) -> dict[str, Any]:
-    """What was read, like `arrays_of(target)`, with a `TableState` for each table."""
-    wanted = {
-        name: part
-        for name, part in _fields(target).items()
-        if collection is None or name != "tables"
-    }
-    leaves, structure = jax.tree.flatten(wanted, is_leaf=_is_table)
-    found = structure.flatten_up_to({name: parts[name] for name in wanted})
+    """The parts of a target with tables of keys as a checkpoint has them.
 
-    def whole(x, found):
+    Args:
+      fields: of `fields_of`.
+      arrays: descriptions of the arrays in the checkpoint, by path.
+      ignore: patterns of paths that are not read.
+
+    Returns:
+      The parts. Where the keys of a table lie otherwise there, its rows and keys are NumPy
+      arrays of the shapes that they have in the checkpoint.
+    """
+
+    def one(keys, table):
+        path = leaf_path(keys)
+        rows, counts = (arrays.get(f"{path}/{x}") for x in ("rows", "keys/count"))
+        if not _is_table(table) or table.keys is None or not rows or not counts:
+            return table
+        if table.rows.sharding is None or is_ignored(f"{path}/keys/count", ignore):
+            return table
+        count, devices = rows["shape"][0], counts["shape"][0]
+        if (count, devices) == (table.count, table.keys.count.size):
+            return table
+        capacity = count // devices
+        buckets = devices * buckets_for(capacity)
+
+        def stand_in(x, size, name):
+            if is_ignored(f"{path}/{name}", ignore):
+                return x
+            return np.broadcast_to(np.zeros((), x.dtype), (size, *x.shape[1:]))
+
+        sizes = {"passed": buckets, "count": devices}
+        saved_keys = {
+            name: stand_in(
+                getattr(table.keys, name),
+                sizes.get(name, buckets * BUCKET),
+                f"keys/{name}",
+            )
+            for name in ("hi", "lo", "tags", "passed", "count")
+        }
+        return dataclasses.replace(
+            table,
+            rows=stand_in(table.rows, count, "rows"),
+            row_state=[
+                stand_in(x, count, f"row_state/{name}")
+                for name, x in zip(table.names[0], table.row_state, strict=True)
+            ],
+            shape=(count, *table.shape[1:]),
+            keys=dataclasses.replace(table.keys, capacity=capacity, **saved_keys),
+        )
+
+    return jax.tree_util.tree_map_with_path(one, dict(fields), is_leaf=_is_table)
+
+
+def with_model_tables(
+    parts: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    collection: EmbeddingCollection | None,
+) -> dict[str, Any]:
+    """What was read, with a `TableState` for each table.
+
+    Args:
+      parts: like `arrays_of(saved, collection)`.
+      fields: of the target.
+      saved: of `with_tables_as_saved`.
+      collection: of the target.
+
+    Raises:
+      ValueError: if keys find no room in a table.
+    """
+    names = [x for x in fields if collection is None or x != "tables"]
+    leaves, structure = jax.tree_util.tree_flatten_with_path(
+        {name: fields[name] for name in names}, is_leaf=_is_table
+    )
+    was, found = (
+        structure.flatten_up_to({name: tree[name] for name in names})
+        for tree in (saved, parts)
+    )
+
+    def whole(path, like, x, found):
         if not _is_table(x):
             return found
         places, merged = map(_zeros_like, (x.places, x.merged))
@@ -107,9 +185,12 @@ def with_model_tables(
             for field, names in zip(("row_state", "shared"), x.names, strict=True)
         )
         kept = found["rows"], row_state, shared, places, merged
-        return TableState(*kept, x.shape, x.names, found["keys"])
+        table = TableState(*kept, x.shape, x.names, found["keys"])
+        return table if x is like else rehash_table(leaf_path(path), table, like)
 
-    whole_parts = structure.unflatten(map(whole, leaves, found))
+    whole_parts = structure.unflatten(
+        whole(*leaf, *x) for leaf, *x in zip(leaves, was, found, strict=True)
+    )
     return {**parts, **whole_parts}
 
 
@@ -119,7 +200,7 @@ def _zeros_like(x: Any) -> jax.Array:
 
 
 def target_of(
-    state: Any,
+    fields: Mapping[str, Any],
     collection: EmbeddingCollection | None,
     tables: Mapping[str, Any] | None,
     arrays: Mapping[str, Any],
@@ -128,7 +209,7 @@ def target_of(
     """Like `arrays_of`, with what lies otherwise in the checkpoint as it is there.
 
     Args:
-      state: that is wanted.
+      fields: of the state that is wanted, of `fields_of`.
       collection: of its tables.
       tables: the description of those in the checkpoint.
       arrays: descriptions of the arrays in the checkpoint, by path.
@@ -137,7 +218,7 @@ def target_of(
     Raises:
       ValueError: if one has tables and the other none.
     """
-    parts = arrays_of(state, collection)
+    parts = arrays_of(fields, collection)
     if (collection is None) != (tables is None):
         has, lacks = ("checkpoint", "state that it is restored to")
         if tables is None:

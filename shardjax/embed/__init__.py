@@ -94,8 +94,8 @@ from shardjax.embed.table_plan import (
     RowGradients as RowGradients,
     TablePlan as TablePlan,
     TableState as TableState,
-    plan_tables as plan_tables,
 )
+from shardjax.embed.table_planning import plan_tables as plan_tables
 from shardjax.embed.table_rows import TableRows as TableRows
 from shardjax.embed.vocabulary import (
     DeviceVocabulary as DeviceVocabulary,

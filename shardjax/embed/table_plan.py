@@ -1,23 +1,22 @@
-"""Training the tables that a model looks up itself: which they are, and how rows move.
+"""Training the tables that a model looks up itself: what is read, and how rows move.
 
-`plan_tables` takes the tables out of a tree of parameters. In a training step their ids are
-found first (`shardjax.embed.noting`), then the rows of all ids are read once, as a block
-[ids, dim] (`shardjax.embed.in_graph`); the loss is differentiated with respect to its
-parameters and to the block; and the row optimizers move the rows named.
+`shardjax.embed.table_planning` says which parameters are tables; a plan takes them out of
+the tree. In a training step their ids are found first (`shardjax.embed.noting`), then the
+rows of all ids are read once, as a block [ids, dim] (`shardjax.embed.in_graph`); the loss
+is differentiated with respect to its parameters and to the block; and the row optimizers
+move the rows named. To other devices and to the host: `shardjax.embed.table_placing`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from shardjax.embed import device_table
 from shardjax.embed.in_graph import (
     PADDING,
     BlockRows,
@@ -25,23 +24,23 @@ from shardjax.embed.in_graph import (
     RowBlock,
     TableHandle,
 )
-from shardjax.embed.key_words import join_keys
 from shardjax.embed.noting import noted_ids
-from shardjax.embed.optimizers import split_state
 from shardjax.embed.probing import DeviceTable
+from shardjax.embed.table_placing import export_table, place_table, rehash_table
 from shardjax.embed.table_rows import TableRows
 from shardjax.embed.table_state import (
     RowGradients as RowGradients,
     TableLeaf as TableLeaf,
     TableState as TableState,
     block_gradients,
+    by_path,
     init_table,
     move_rows,
     read_block,
 )
-from shardjax.embed.vocabulary import DeviceVocabulary, init_vocabulary, translate
+from shardjax.embed.vocabulary import init_vocabulary, translate
 from shardjax.partition import leaf_path
-from shardjax.sharded import fetch, place
+from shardjax.sharded import fetch
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class TablePlan:
         Args:
           params: with the tables, as planned for.
         """
-        values = _by_path(params)
+        values = by_path(params)
         tables = {leaf.path: values[leaf.path] for leaf in self.leaves}
 
         def init(tables):
@@ -172,53 +171,30 @@ class TablePlan:
 
         Args:
           tables: state of a plan for the same tables and optimizers, on any devices; it
-            goes through the memory of the host.
+            goes through the memory of the host. A table with a vocabulary may have
+            another number of rows.
 
         Raises:
-          ValueError: for other tables.
+          ValueError: for other tables, or if keys find no room in a table with a
+            vocabulary: each device has those that its share of the hashes gives it.
         """
+        wanted, moved = self.abstract(), {}
         for leaf in self.leaves:
-            found = tables.get(leaf.path)
-            if leaf.vocabulary is not None:
-                raise NotImplementedError(
-                    f"the table {leaf.path!r} has a vocabulary: on other devices its keys"
-                    " have other rows. Restore a checkpoint on as many devices as it was"
-                    " saved on"
-                )
-            if found is None or found.shape != leaf.shape:
+            found, keyed = tables.get(leaf.path), leaf.vocabulary is not None
+            if found is None or not _fits(leaf, found):
                 has = {path: table.shape for path, table in tables.items()}
+                kind = "with keys" if keyed else "without keys"
                 raise ValueError(
                     f"the state has no table {leaf.path!r} of {leaf.rows} rows of dim"
-                    f" {leaf.dim}, got {has}. Plan with the parameters it was made of"
+                    f" {leaf.dim} {kind}, got {has}. Plan with the parameters and"
+                    " vocabularies it was made of"
                 )
-
-        def zeros(like) -> Any:
-            return np.zeros(like.shape, like.dtype)
-
-        def one(leaf: TableLeaf, old: TableState, like: TableState) -> TableState:
-            def pad(x, like) -> Any:
-                rest = [(0, 0)] * (x.ndim - 1)
-                more = like.shape[0] - leaf.rows
-                return np.pad(x[: leaf.rows], [(0, more), *rest])
-
-            return TableState(
-                pad(old.rows, like.rows),
-                [pad(*x) for x in zip(old.row_state, like.row_state, strict=True)],
-                old.shared,
-                zeros(like.places),
-                zeros(like.merged),
-                leaf.shape,
-                leaf.optimizer.names,
-            )
-
-        wanted = self.abstract()
-        moved = {
-            leaf.path: one(leaf, fetch(tables[leaf.path]), wanted[leaf.path])
-            for leaf in self.leaves
-        }
-        if self.mesh is None:
-            return jax.tree.map(jnp.asarray, moved)
-        return jax.tree.map(place, moved, self.shardings())
+            old, like = fetch(found), wanted[leaf.path]
+            if keyed:
+                moved[leaf.path] = rehash_table(leaf.path, old, like)
+            else:
+                moved[leaf.path] = place_table(leaf, old, like)
+        return moved
 
     def join(self, params: PyTree, tables: Mapping[str, TableState]) -> PyTree:
         """The parameters of `split` with the tables in their place again."""
@@ -244,22 +220,15 @@ class TablePlan:
           `pandas.DataFrame(found.rows, index=found.keys)` is a table of them.
 
         Example:
+          >>> import optax
+          >>> from shardjax.embed import plan_tables
           >>> plan = plan_tables({"item": jnp.eye(2)}, ["item"], optax.sgd(0.1))
           >>> found = plan.export(plan.init({"item": jnp.eye(2)}))["item"]
           >>> found.keys, found.rows.tolist()
           (array([0, 1], dtype=uint64), [[1.0, 0.0], [0.0, 1.0]])
         """
 
-        def one(table: TableState) -> TableRows:
-            rows, *row_state = fetch([table.rows, *table.row_state])
-            keys = np.arange(len(rows), dtype=np.uint64)
-            used: Any = slice(table.count)
-            if table.keys is not None:
-                hi, lo, used = fetch(device_table.export(table.keys))
-                keys = join_keys(hi, lo)
-            return TableRows(keys, rows, row_state).take(used)
-
-        return {leaf.path: one(tables[leaf.path]) for leaf in self.leaves}
+        return {leaf.path: export_table(tables[leaf.path]) for leaf in self.leaves}
 
     def translate(
         self, tables: Mapping[str, TableState], batch: PyTree, *, insert: bool = True
@@ -412,100 +381,8 @@ def _handle(leaf: TableLeaf, source) -> TableHandle:
     return TableHandle(jnp.asarray(first, jnp.int32), (rows, dim), source)
 
 
-def _by_path(params: PyTree) -> dict[str, Any]:
-    return {leaf_path(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
-
-
-def plan_tables(
-    params: PyTree,
-    paths: Sequence[str],
-    optimizer: optax.GradientTransformation
-    | Mapping[str, optax.GradientTransformation],
-    *,
-    mesh: Mesh | None = None,
-    axes: Sequence[str] | None = None,
-    vocabularies: Mapping[str, DeviceVocabulary] | None = None,
-) -> TablePlan:
-    """Plans the tables of a model: those that it looks up with ids of its own.
-
-    Args:
-      params: the parameters or their shapes.
-      paths: of the tables among them: `table_paths(model)`, or written like "user/embedding".
-        Each is an array [rows, dim]; leading dims are those of stacked layers.
-      optimizer: of the rows, one for all tables or one per path: any optax transformation
-        that works row by row. Rows that a step does not look up do not move.
-      mesh: devices whose memory the rows are split over. The step then runs inside
-        `jax.shard_map`, each device on its part of the batch; None for one device and a
-        plain `jax.jit`.
-      axes: mesh axes to split over, None for all.
-      vocabularies: by path, of tables whose rows are given to 64-bit keys as they come
-        (`Keys` in the batch); their number of rows is how many keys there is room for.
-
-    Raises:
-      TypeError: for `paths` that are a string, or a table that is no array of floats.
-      ValueError: for a path that is not there, or there twice, a table that has no rows and
-        dim or more than 2**30 rows, an optimizer that is missing or belongs to no table, or
-        an axis that the mesh lacks.
-      RowOptimizerError: for an optimizer that does not work row by row.
-
-    Example:
-      >>> from shardjax.embed.in_graph import lookup
-      >>> params = {"item": jnp.ones((5, 2)), "w": jnp.ones(2)}
-      >>> plan = plan_tables(params, ["item"], optax.sgd(0.5))
-      >>> dense, tables = plan.split(params), plan.init(params)
-      >>> def loss(params, ids):
-      ...   return jnp.sum(lookup(params["item"], ids) @ params["w"])
-      >>> def step(dense, tables, ids):
-      ...   value, grads, rows, tables = plan.value_and_grad(loss)(dense, tables, ids)
-      ...   return value, grads, plan.update(tables, rows)
-      >>> step = jax.jit(step, donate_argnums=1)
-      >>> value, grads, tables = step(dense, tables, jnp.array([3, 1, 3]))
-      >>> plan.join(dense, tables)["item"][:, 0]
-      Array([1. , 0.5, 1. , 0. , 1. ], dtype=float32)
-    """
-    if isinstance(paths, str):
-        raise TypeError(f"`paths` must be a sequence of paths, got {paths!r}")
-    leaves = _by_path(params)
-    if len(set(paths)) != len(paths):
-        raise ValueError(f"`paths` must name each table once, got {list(paths)}")
-    if isinstance(optimizer, Mapping) and set(optimizer) != set(paths):
-        raise ValueError(
-            f"`optimizer` must have one for each of the tables {sorted(paths)}, got those"
-            f" of {sorted(optimizer)}"
-        )
-    if mesh is not None:
-        axes = tuple(mesh.axis_names if axes is None else axes)
-        if missing := [axis for axis in axes if axis not in mesh.axis_names]:
-            raise ValueError(
-                f"`axes` must be axes of the mesh, {mesh.axis_names}, got {missing}"
-            )
-    elif axes:
-        raise ValueError(f"`axes` are those of a mesh, got {axes} without one")
-
-    def plan(path: str) -> TableLeaf:
-        if path not in leaves:
-            raise ValueError(
-                f"no parameter has the path {path!r} of a table; there are {list(leaves)}"
-            )
-        x = leaves[path]
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"the table {path!r} must hold floats, got {x.dtype}")
-        rows = int(np.prod(x.shape[:-1]))
-        if len(x.shape) < 2 or 0 in x.shape or rows > 2**30:
-            raise ValueError(
-                f"the table {path!r} must have the shape [rows, dim], or [layers, rows,"
-                f" dim], of 1 to 2**30 rows, got {list(x.shape)}"
-            )
-        tx: Any = optimizer[path] if isinstance(optimizer, Mapping) else optimizer
-        dtype = jnp.dtype(x.dtype)
-        row_optimizer = split_state(tx, x.shape[-1], dtype, path)
-        return TableLeaf(path, tuple(x.shape), dtype, row_optimizer, known.get(path))
-
-    known = dict(vocabularies or {})
-    if more := sorted(set(known) - set(paths)):
-        raise ValueError(
-            f"`vocabularies` must be of tables among {sorted(paths)}, got those of {more}"
-        )
-    planned = TablePlan(tuple(map(plan, paths)), mesh, tuple(axes or ()))
-    planned.abstract()  # refuses rows that do not divide
-    return planned
+def _fits(leaf: TableLeaf, table: TableState) -> bool:
+    """Whether a state is one of a table, on whichever devices."""
+    if leaf.vocabulary is None:
+        return table.keys is None and table.shape == leaf.shape
+    return table.keys is not None and table.shape[1:] == leaf.shape[1:]

@@ -16,10 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from shardjax.embed.in_graph import PADDING, RowBlock, first_places, read_rows
 from shardjax.embed.optimizers import RowOptimizer
 from shardjax.embed.probing import DeviceTable
+from shardjax.partition import leaf_path
 
 Axes = tuple[str, ...]
 
@@ -83,6 +85,11 @@ class RowGradients:
     ids: jax.Array  # int32 [ids], -1 for none
     grads: jax.Array  # [ids, dim]
     bad_ids: jax.Array  # int32 [], ids outside of the table that this device met
+
+
+def by_path(params: PyTree) -> dict[str, Any]:
+    """The leaves of parameters by their paths."""
+    return {leaf_path(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
 
 
 def init_table(leaf: TableLeaf, table: jax.Array, devices: int) -> TableState:
