@@ -35,12 +35,13 @@ def pytest_configure(config):
     the programs of processes that tests start. Not so those of modules that use `fused` or
     `optimized`; and none at all with `--all-combinations`."""
     if not config.getoption("--all-combinations"):
+        # What xdist's workers inherit, their `fused` could not take back.
+        works = hasattr(config, "workerinput") or not config.getoption("numprocesses")
         jax.config.update("jax_disable_most_optimizations", True)
-        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-        _tell_compiler(xla_cpu_use_fusion_emitters=False)
+        _tell_compiler(works, xla_cpu_use_fusion_emitters=False)
 
 
-def _tell_compiler(**options):
+def _tell_compiler(works: bool, **options):
     """Options for each program, which JAX takes per call of `compile` alone, and other
     processes as flags. A JAX or XLA that takes them no more only makes the suite slower."""
     compiler = sys.modules.get("jax._src.compiler")
@@ -58,7 +59,10 @@ def _tell_compiler(**options):
 
     setattr(compiler, "get_compile_options", get_compile_options)  # noqa: B010
     _in_short.update(options)
+    if not works:
+        return
     # This process has read its flags: `fused` can still take the options back.
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     flags = [f"--{name}={str(value).lower()}" for name, value in options.items()]
     os.environ["XLA_FLAGS"] = " ".join(
         [os.environ.get("XLA_FLAGS", ""), *flags]
