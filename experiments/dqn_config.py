@@ -12,6 +12,7 @@ from experiments.storage import AdmitConfig, StorageConfig, refuse_idle
 from shardjax import embed, rl, zero
 
 RECSIM = "recsim"  # the environment that is none of Gymnasium's
+ACCUMULATOR = 1e-4  # of Adagrad
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,9 @@ class RecSimConfig:
     """Optimizer of the rows; a step moves only the rows it uses."""
     rows_lr: float = 0.03
     """Its learning rate."""
+    rows_accumulator: float = ACCUMULATOR
+    """What the sums of squares of Adagrad begin with. The larger, the less the first uses of
+    a row move it: with many rare items the best of a slate is else one known too little."""
 
     def __post_init__(self):
         for name in ("users", "items", "slate", "dim"):
@@ -44,6 +48,14 @@ class RecSimConfig:
             )
         if not self.rows_lr >= 0:
             raise ValueError(f"`rows_lr` must not be negative, got {self.rows_lr}")
+        if not self.rows_accumulator > 0:
+            raise ValueError(
+                f"`rows_accumulator` must be positive, got {self.rows_accumulator}"
+            )
+        if "adagrad" not in self.rows and self.rows_accumulator != ACCUMULATOR:
+            raise ValueError(
+                f"`rows_accumulator` has no effect with `rows` {self.rows}. Leave it out"
+            )
 
     def envs(self, num_envs: int) -> rl.RecSim:
         """Sessions of the recommender, all of one world."""
@@ -52,9 +64,13 @@ class RecSimConfig:
     def row_optimizer(self) -> optax.GradientTransformation:
         """Of users and items."""
         if self.rows == "rowwise_adagrad":
-            return embed.rowwise_adagrad(self.rows_lr, initial_accumulator=1e-4)
+            return embed.rowwise_adagrad(
+                self.rows_lr, initial_accumulator=self.rows_accumulator
+            )
         if self.rows == "adagrad":
-            return optax.adagrad(self.rows_lr, initial_accumulator_value=1e-4)
+            return optax.adagrad(
+                self.rows_lr, initial_accumulator_value=self.rows_accumulator
+            )
         return (optax.adam if self.rows == "adam" else optax.sgd)(self.rows_lr)
 
 

@@ -212,6 +212,14 @@ def test_the_documented_command_prints_one_json_line():
         ({"env": "recsim", "recsim": {"users": 0}}, "`users` must be positive, got 0"),
         ({"env": "recsim", "recsim": {"dim": 1}}, "`dim` must be at least 2, a.*got 1"),
         (
+            {"env": "recsim", "recsim": {"rows_accumulator": 0}},
+            "`rows_accumulator` must be positive, got 0",
+        ),
+        (
+            {"env": "recsim", "recsim": {"rows": "sgd", "rows_accumulator": 0.1}},
+            "`rows_accumulator` has no effect with `rows` sgd",
+        ),
+        (
             {"recsim": {"items": 9}},
             "options of `recsim` have no effect with `env` Cart",
         ),
