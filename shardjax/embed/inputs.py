@@ -82,7 +82,8 @@ def normalize(
     if missing:
         raise ValueError(
             f"the batch lacks the features {missing}: the collection reads {list(specs)},"
-            f" the batch has {list(values)}"
+            f" the batch has {list(values)}. Name them among `categorical=` or `bags=` of"
+            " the source, or leave them out of the collection"
         )
     example_bounds = np.minimum(np.arange(requesters + 1) * examples, batch)
     inputs = {}

@@ -367,7 +367,8 @@ def test_evaluation_changes_nothing():
 def test_missing_features_are_named():
     message = (
         r"the batch lacks the features \['y', 's'\]: the collection reads \['x', 'y',"
-        r" 's'\], the batch has \['x'\]"
+        r" 's'\], the batch has \['x'\]. Name them among `categorical=` or `bags=` of the"
+        r" source, or leave them out of the collection$"
     )
     with pytest.raises(ValueError, match=message):
         make(TWO).plan({"x": np.array([1, 2])}, 2, train=True)
