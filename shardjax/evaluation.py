@@ -16,7 +16,7 @@ from shardjax.objectives import (
     update_metrics,
 )
 from shardjax.pacing import Pace
-from shardjax.preparing import PreparedBatch
+from shardjax.preparing import PreparedBatch, check_prepared
 from shardjax.state import TrainState, stack_metrics
 
 
@@ -63,6 +63,7 @@ def make_apply_step(
         )(params, model_state, tables, packed)
 
     def step(state: TrainState, batch: PreparedBatch):
+        check_prepared(batch)
         collection.planner.check_current(batch.plan)
         return run(
             state.params,
@@ -122,6 +123,7 @@ def make_eval_step(
 
     def step(state: TrainState, metrics, batch: PreparedBatch):
         pace.wait()
+        check_prepared(batch)
         collection.planner.check_current(batch.plan)
         metrics, predictions = run(
             state.params,

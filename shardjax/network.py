@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen, nnx
 
 from shardjax.partition import leaf_path
@@ -44,16 +45,24 @@ def finish_logits(logits: jax.Array, examples: int) -> jax.Array:
       examples: how many there have to be.
 
     Raises:
+      TypeError: for something else than an array of floats.
       ValueError: for another shape.
     """
+    dtype = getattr(logits, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            "the model must return logits, an array of floats [batch], got"
+            f" {dtype or type(logits).__name__}. Return log-odds: no class numbers, and"
+            " nothing beside them"
+        )
     if logits.shape == (examples, 1):
         logits = logits[:, 0]
     if logits.shape != (examples,):
         raise ValueError(
-            f"the model must return logits of shape [batch] = ({examples},), got"
-            f" {logits.shape}"
+            f"the model must return logits of shape [batch] = ({examples},), the examples of"
+            f" a device, got {logits.shape}"
         )
-    return logits.astype(jax.numpy.float32)
+    return logits.astype(jnp.float32)
 
 
 def from_nnx(module: nnx.Module) -> Network:

@@ -36,6 +36,19 @@ class PreparedBatch:
     counters: dict[str, float]
 
 
+def check_prepared(batch: Any) -> None:
+    """Refuses what no step can be called with.
+
+    Raises:
+      TypeError: if it has not been prepared.
+    """
+    if not isinstance(batch, PreparedBatch):
+        raise TypeError(
+            f"a step takes a prepared batch, got {type(batch).__name__}. Prepare it with"
+            " `prepare(collection, batch, train=...)`, best as the `map` of a Loader"
+        )
+
+
 def prepare(
     collection: EmbeddingCollection,
     batch: Any,

@@ -39,6 +39,7 @@ from shardjax.pacing import Pace
 from shardjax.precision import all_finite, choose
 from shardjax.preparing import (
     PreparedBatch as PreparedBatch,
+    check_prepared,
     prepare as prepare,
     prepare_stream as prepare_stream,
     prepare_window as prepare_window,
@@ -340,6 +341,7 @@ def make_train_step(
     check = StateCheck(parts)
 
     def step(state: TrainState, batch: PreparedBatch):
+        check_prepared(batch)
         state = check(state)
         pace.wait()
         tables = collection.apply_fills(state.tables, batch.plan)

@@ -30,6 +30,7 @@ from shardjax.train import (
     binary_cross_entropy,
     evaluate,
     fit,
+    make_apply_step,
     make_eval_step,
     make_train_step,
     prepare,
@@ -229,10 +230,23 @@ def test_bad_microbatches_are_refused(size):
         )
 
 
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        (
+            lambda x: x,
+            ValueError,
+            r"logits of shape \[batch\] = \(6,\), the examples of a device, got \(6, 2\)",
+        ),
+        (lambda x: (x[:, 0], x), TypeError, "floats .*, got tuple. Return log-odds"),
+        (lambda x: {"logits": x[:, 0]}, TypeError, "array of floats .*, got dict"),
+        (lambda x: x.argmax(axis=1), TypeError, "array of floats .*, got int32"),
+    ],
+)
 @pytest.mark.parametrize("train", [True, False])
-def test_logits_of_another_shape_are_refused(train):
+def test_other_logits_are_refused(train, returned, error, message):
     def apply(params, state, dense, embeddings, *, train):
-        return dense, state
+        return returned(dense), state
 
     network, tx = Network(apply, {"w": np.ones(1)}, {}), optax.sgd(0.1)
     collection = EmbeddingCollection(FEATURES, mesh=make_mesh("1x1"))
@@ -242,9 +256,22 @@ def test_logits_of_another_shape_are_refused(train):
         step, arguments = make_train_step(network, tx, collection), (state, batch)
     else:
         step, arguments = make_eval_step(network, collection), (state, {}, batch)
-    message = r"must return logits of shape \[batch\] = \(6,\), got \(6, 2\)"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=message):
         step(*arguments)
+
+
+def test_a_batch_has_to_be_prepared():
+    collection = EmbeddingCollection(FEATURES, mesh=make_mesh("1x1"))
+    network, tx = plain_network(), optax.sgd(0.1)
+    state = init_state(network, tx, collection)
+    batch = make_batch(0, 6)
+    message = "takes a prepared batch, got Batch. Prepare it with `prepare"
+    with pytest.raises(TypeError, match=message):
+        make_train_step(network, tx, collection)(state, batch)
+    with pytest.raises(TypeError, match=message):
+        make_eval_step(network, collection)(state, {}, batch)
+    with pytest.raises(TypeError, match=message):
+        make_apply_step(network, collection)(state, batch)
 
 
 def test_logits_may_be_a_column_of_any_float():

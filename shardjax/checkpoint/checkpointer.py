@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -149,6 +150,8 @@ class Checkpointer:
         self._cycle = Cycle(full_every)
         self._arrays = ArrayWriter()
         self._save: _Save | None = None
+        self._unfinished: list[int] = []  # steps whose saves nobody has waited for yet
+        weakref.finalize(self, _tell_of_lost, self.path, self._unfinished)
         self._last = last
         self._at: int | None = None  # the step that was saved or restored last
         self._back: int | None = None  # the step restored, until one is saved
@@ -253,6 +256,7 @@ class Checkpointer:
             self._at = save.before
             raise
         self._save = save
+        self._unfinished.append(save.step)
         save.thread = threading.Thread(
             target=self._write, args=(save, details), name="checkpoint", daemon=True
         )
@@ -483,6 +487,7 @@ class Checkpointer:
     def _end(self) -> None:
         """Takes note of a save that has ended."""
         save, self._save = self._save, None
+        self._unfinished.clear()
         assert save is not None and save.ended is not None and save.thread is not None
         save.thread.join()
         if save.error is None:
@@ -607,6 +612,7 @@ class Checkpointer:
             self.wait(state)
         finally:
             save, self._save = self._save, None
+            self._unfinished.clear()
             if save is not None:  # its rows are out of reach
                 save.close()
                 if save.thread is not None:
@@ -620,6 +626,17 @@ class Checkpointer:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def _tell_of_lost(path: Path, unfinished: list[int]) -> None:
+    """Says which save is lost with a Checkpointer that was never closed."""
+    for step in unfinished:
+        _log.warning(
+            "the save of step %d in %s may not have ended: nobody has called `wait` or"
+            " `close` of its Checkpointer. Use it in a `with`",
+            step,
+            path,
+        )
 
 
 class _Save:

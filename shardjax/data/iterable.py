@@ -73,6 +73,11 @@ def from_dicts(
       ([[7, 8]], [1, 0])
     """
     check_dense_transform(dense_transform)
+    if isinstance(dicts, Mapping) or hasattr(dicts, "columns"):
+        raise TypeError(
+            "`dicts` must give dicts of arrays, one after the other, got one"
+            f" {type(dicts).__name__}. Put it into a list: [dict(x.items())]"
+        )
     if not isinstance(dicts, Iterable) and not callable(dicts):
         raise TypeError(
             "`dicts` must be an iterable of dicts, or a function that returns one, got"

@@ -168,9 +168,13 @@ class DiskRows:
         with self._lock:
             self._replace([], segment)
         self._start_compaction()
-        while self._compacting is not None and self.file_bytes > self._most_bytes:
+        while self.file_bytes > self._most_bytes:
+            compacting = self._compacting
+            if compacting is None:
+                break
             self._hurry.set()
-            wait([self._compacting])  # else dead records pile up
+            if compacting.exception() is not None:  # waits: else dead records pile up
+                break
             self._start_compaction()
 
     def _check_budget(self, rows: int) -> None:
@@ -265,12 +269,17 @@ class DiskRows:
 
     def change(self, table: int, change: Callable[[np.ndarray], np.ndarray]) -> None:
         """Changes the tallies, uint32 [n], of all rows of a table; writes nothing."""
-        self._hurry.set()
-        if self._compacting is not None:
-            wait([self._compacting])  # it reads; what it has met is for the next `add`
-        with self._lock:
-            for segment in self.segments:
-                segment.changes.append((table, change))
+        made = False
+        while not made:
+            self._hurry.set()
+            compacting = self._compacting
+            if compacting is not None:
+                wait([compacting])  # it reads; what it has met is for the next `add`
+            with self._lock:  # under which no other one starts
+                if self._compacting is None or self._compacting.done():
+                    for segment in self.segments:
+                        segment.changes.append((table, change))
+                    made = True
         self._start_compaction()
 
     def keys(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -348,20 +357,20 @@ class DiskRows:
         return 2 * self.live_bytes + self._merge_bytes
 
     def _start_compaction(self) -> None:
-        if self._compacting is not None:
-            if not self._compacting.done():
-                return
-            if self._compacting.exception() is not None:
-                return  # to be raised by the next `add`, which tries again
-            self._compacting = None
-        with self._lock:
+        with self._lock:  # who plans and who writes a checkpoint may both come here
+            if self._compacting is not None:
+                if not self._compacting.done():
+                    return
+                if self._compacting.exception() is not None:
+                    return  # to be raised by the next `add`, which tries again
+                self._compacting = None
             chosen = self._choose()
-        if chosen:
-            self._hurry.clear()
-            spend = self._spend if self.budget.merge_rate is not None else None
-            self._compacting = self._compactor.submit(
-                self._compact, chosen, spend=spend
-            )
+            if chosen:
+                self._hurry.clear()
+                spend = self._spend if self.budget.merge_rate is not None else None
+                self._compacting = self._compactor.submit(
+                    self._compact, chosen, spend=spend
+                )
 
     def _spend(self, size: int) -> None:
         """Waits as the rate of merging asks for, unless somebody waits for the merge."""
@@ -443,16 +452,25 @@ class DiskRows:
 
     def _raise_failure(self) -> None:
         """Raises what a compaction has met."""
-        if self._compacting is not None and self._compacting.done():
-            done, self._compacting = self._compacting, None
-            done.result()
+        compacting = self._compacting
+        if compacting is not None and compacting.done():
+            self._end(compacting)
 
     def wait(self) -> None:
         """Waits for a compaction that is under way."""
         self._hurry.set()
-        if self._compacting is not None:
-            done, self._compacting = self._compacting, None
-            done.result()
+        compacting = self._compacting
+        if compacting is not None:
+            self._end(compacting)
+
+    def _end(self, compacting: Future) -> None:
+        """Waits for a compaction, raises what it has met, and makes way for another."""
+        try:
+            compacting.result()
+        finally:
+            with self._lock:
+                if self._compacting is compacting:
+                    self._compacting = None
 
     def close(self) -> None:
         """Ends the threads and removes the files; twice does no harm."""

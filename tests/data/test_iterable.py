@@ -340,3 +340,15 @@ def test_bad_options():
         from_dicts(make_dicts(), label="y", dense=["y"])
     with pytest.raises(ValueError, match="`dense_transform` must be"):
         from_dicts(make_dicts(), label="y", dense_transform="x")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    "given", [{"y": np.zeros(2)}, pd.DataFrame({"y": [0, 1]})], ids=["dict", "frame"]
+)
+def test_one_dict_is_not_a_series_of_them(given):
+    with pytest.raises(
+        TypeError, match=r"got one (dict|DataFrame). Put it into a list"
+    ):
+        from_dicts(given, label="y")
+    [batch] = from_dicts([dict(given.items())], label="y").chunks()
+    assert len(batch.labels) == 2

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -251,6 +252,44 @@ def test_no_row_is_uncounted_while_files_are_replaced(folder, monkeypatch):
     assert counts == [0, 500]
     assert len(disk) == 500
     disk.close()
+
+
+def test_files_are_merged_once_though_two_threads_let_them_go(disk, monkeypatch):
+    """The planner lets files go, and so does the thread that writes a checkpoint: a file
+    that was merged twice while somebody read it was closed twice."""
+    for n in range(20):
+        add(disk, range(10 * n, 10 * n + 10))
+    disk.wait()
+    keys = u64(range(200))
+    compact, both = DiskRows._compact, threading.Barrier(2)
+
+    def choose(self):
+        time.sleep(0.05)
+        return list(self.segments) if self.compactions == before else []
+
+    def slowly(self, *args, **kwargs):
+        time.sleep(0.2)
+        compact(self, *args, **kwargs)
+
+    for _ in range(3):
+        before = disk.compactions
+        held = [[s for s, _, _ in disk.hold()] for _ in range(2)]
+        monkeypatch.setattr(DiskRows, "_choose", choose)
+        monkeypatch.setattr(DiskRows, "_compact", slowly)
+
+        def at_once(number):
+            both.wait()
+            disk._start_compaction()  # as at the end of `let_go`
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(at_once, range(2)))
+        disk.wait()
+        assert disk.compactions == before + 1
+        for segments in held:
+            disk.let_go(segments)
+        disk.wait()
+        found = disk.read(keys, np.zeros(200, np.int32))
+        check(found, keys, np.zeros(200, np.int32), 0, np.ones(200, bool))
 
 
 def test_look_ups_while_files_come_and_go(disk):
