@@ -14,8 +14,8 @@ the CPU. It runs in one process.
 
 Measured with jax 0.10.2: CartPole-v1 is solved, 500 of 500 in each of 20 fresh episodes, in all
 of 15 runs: seeds 0 to 4, with hard copies, with ``--target polyak`` and with ``--replay
-proportional``. In the recommender learning beats popularity, no target and one that is never
-copied. See docs/rl.md.
+proportional``. In the recommender of 1000 users and items learning beats popularity, no target
+and one that is never copied. See docs/rl.md.
 """
 
 import contextlib

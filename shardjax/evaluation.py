@@ -48,9 +48,10 @@ def make_apply_step(
 
     def local_step(params, model_state, tables, packed, *, layout):
         arrays = layout.unpack(packed[0])
-        return _outputs(
+        outputs = _outputs(
             network, collection, params, model_state, tables, arrays, layout
         )
+        return outputs, jax.numpy.int32(0)  # to wait for: outputs may be donated
 
     @partial(jax.jit, static_argnames="layout")
     def run(params, model_state, tables, packed, *, layout):
@@ -58,20 +59,25 @@ def make_apply_step(
             partial(local_step, layout=layout),
             mesh=collection.mesh,
             in_specs=(jax.P(), jax.P(), collection.state_spec(), by_device),
-            out_specs=by_device,
+            out_specs=(by_device, jax.P()),
             check_vma=False,
         )(params, model_state, tables, packed)
 
+    pace = Pace()
+
     def step(state: TrainState, batch: PreparedBatch):
         check_prepared(batch)
+        pace.wait()
         collection.planner.check_current(batch.plan)
-        return run(
+        outputs, done = run(
             state.params,
             state.model_state,
             state.tables,
             batch.packed,
             layout=batch.layout,
         )
+        pace.add(done)
+        return outputs
 
     step.jitted = run
     return step

@@ -18,6 +18,7 @@ import optax
 from jaxtyping import PyTree
 
 from shardjax.embed import TablePlan, TableState
+from shardjax.pacing import Pace
 from shardjax.precision import LossScale, all_finite
 from shardjax.zero import Loss, ZeroPlan, apply_update, init_state, state_shardings
 from shardjax.zero.checks import StateCheck, check_optimizer
@@ -195,7 +196,8 @@ def make_model_eval(
     Returns:
       `evaluate(state, batch) -> (outputs, info)`, outputs split over the devices as the
       batch is. Of `info`, int32 []: bad_ids, how many ids were outside of their tables, and
-      unseen, how many valid keys have no row. They have the id -1.
+      unseen, how many valid keys have no row. They have the id -1. A call waits until all
+      but the last two are done; `evaluate.jitted` is the jitted function.
 
     Raises:
       ValueError: for plans of different devices, here; for a batch that does not divide, at
@@ -226,7 +228,7 @@ def make_model_eval(
     specs, _ = manual_specs(zero)
 
     @jax.jit
-    def evaluate(state: ModelState, batch):
+    def run(state: ModelState, batch):
         check_batch(zero, batch, 1)
         return jax.shard_map(
             local,
@@ -237,6 +239,15 @@ def make_model_eval(
             check_vma=False,
         )(jax.tree.leaves(state.params), state.tables, batch)
 
+    pace = Pace()
+
+    def evaluate(state: ModelState, batch):
+        pace.wait()
+        outputs, info = run(state, batch)
+        pace.add(info["bad_ids"])
+        return outputs, info
+
+    evaluate.jitted = run
     return evaluate
 
 

@@ -5,6 +5,7 @@ from collections import deque
 from typing import Any
 
 import jax
+import jax.core
 
 
 class Pace:
@@ -61,5 +62,7 @@ class Pace:
             jax.block_until_ready(self._steps.popleft())
 
     def add(self, result: Any) -> None:
-        """Notes a dispatched step by an array of its results, not donated later."""
-        self._steps.append(result)
+        """Notes a dispatched step by an array of its results, not donated later. Inside a
+        jit of the user's there is nothing to wait for."""
+        if not isinstance(result, jax.core.Tracer):
+            self._steps.append(result)

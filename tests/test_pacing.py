@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from shardjax import pacing
@@ -120,3 +121,17 @@ def test_many_steps_on_as_many_devices_as_cores_do_not_stop():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert 0 < float(done.stdout) < 1
+
+
+def test_inside_of_a_jit_there_is_nothing_to_wait_for():
+    pace = Pace()
+
+    @jax.jit
+    def thrice(x):
+        for _ in range(3):
+            pace.wait()
+            pace.add(x)
+        return x
+
+    assert float(thrice(1.0)) == 1.0
+    assert pace.under_way == 0

@@ -260,6 +260,18 @@ def test_other_logits_are_refused(train, returned, error, message):
         step(*arguments)
 
 
+def test_outputs_that_nobody_reads_go_on():
+    """They stopped for good on 8 simulated devices."""
+    collection = EmbeddingCollection(FEATURES, mesh=make_mesh("8x1"))
+    network, tx = plain_network(), optax.sgd(0.1)
+    state = init_state(network, tx, collection)
+    apply = make_apply_step(network, collection)
+    batch = prepare(collection, make_batch(0, 16), train=False)
+    for _ in range(200):
+        outputs = apply(state, batch)
+    assert outputs.shape == (16,) and np.isfinite(outputs).all()
+
+
 def test_a_batch_has_to_be_prepared():
     collection = EmbeddingCollection(FEATURES, mesh=make_mesh("1x1"))
     network, tx = plain_network(), optax.sgd(0.1)
